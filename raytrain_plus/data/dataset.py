@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, source_files
 from raytrain_plus.data.convert.formats import format_of, is_saved
-from raytrain_plus.data.convert.iterated import read_once
+from raytrain_plus.data.convert.iterated import content_of, read_once
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
@@ -55,23 +57,30 @@ def returned_dataset(
     *,
     scattered: bool = False,
     cache: Path | None = None,
-    in_worker: bool = False,
+    run: str | None = None,
 ) -> Index:
     """Return the index of the dataset that `module:function` returns; read it once if it can only be iterated.
 
-    `roots`: folders to import from. `scattered`: see `Items`. `cache`: as for `dataset`. `in_worker`:
-    see `read_once`. Raises `DataError` for data that cannot be read, and `TaskError` if the user's code raises.
+    `roots`: folders to import from. `scattered`: see `Items`. `cache`: as for `dataset`. `run`: for a worker, that of
+    the driver; see `open_dataset`. Raises `DataError` for data that cannot be read, and `TaskError` if the user's code
+    raises.
     """
     began_without_ray = not _ray_runs()
-    found = open_dataset(spec, tuple(map(str, roots)))
+    in_worker, run = run is not None, run or uuid4().hex
+    found = open_dataset(spec, tuple(map(str, roots)), run)
     if found.kind == "indexed":
-        return index_items(items_of(spec, roots, scattered=scattered))
+        return index_items(items_of(spec, roots, run, scattered=scattered))
     with reading_view(sys.stderr, spec) as told:
         target = read_once(found, cache or default_cache(), told, in_worker=in_worker)
+    if not in_worker:
+        print(f"rows of {spec} are those in {target}; delete it to read them again", file=sys.stderr, flush=True)
     if found.kind == "ray" and began_without_ray and _ray_runs():
         # Started by the user's function; a run starts or joins its own.
         sys.modules["ray"].shutdown()
-    return replace(index(target), origin=Origin(spec, None, ()))
+    seen = index(target)
+    # Footers can be equal though rows have another order.
+    both = hashlib.sha256(f"{seen.fingerprint}\0{content_of(target)}".encode()).hexdigest()
+    return replace(seen, fingerprint=both, origin=Origin(spec, None, (), run))
 
 
 def _ray_runs() -> bool:
@@ -83,9 +92,9 @@ def _ray_runs() -> bool:
 def again(seen: Index, roots: Sequence[str | Path]) -> Index:
     """Return the index of the same data as a worker's node sees it, without its tokenizer."""
     if seen.items is not None:
-        return returned_dataset(seen.named, roots, scattered=seen.items.scattered)
+        return returned_dataset(seen.named, roots, scattered=seen.items.scattered, run=seen.items.run)
     if seen.origin is not None and seen.origin.format is None:
-        return returned_dataset(seen.named, roots, in_worker=True)
+        return returned_dataset(seen.named, roots, run=seen.origin.run)
     return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format)
 
 

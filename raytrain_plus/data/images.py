@@ -60,12 +60,13 @@ class DecodeImages:
             try:
                 with pillow.open(io.BytesIO(encoded)) as opened:
                     # To convert one that is RGB would copy it.
-                    whole = opened if opened.mode == "RGB" else opened.convert("RGB")
+                    whole = opened if opened.mode == "RGB" else _in_colour(pillow, opened)
                     image = whole.resize((self.width, self.height), pillow.Resampling.BILINEAR)
             except Exception as error:
                 # Pillow raises errors of many types for damaged files.
-                what = f"column '{name}' holds an image that cannot be decoded: {first_line(error)}"
-                raise RowFault(row, what, "replace the image, or remove the row") from error
+                why = "it has no header that Pillow knows" if _unknown(pillow, error) else first_line(error)
+                what = f"column '{name}' holds an image that cannot be decoded: {why}"
+                raise RowFault(row, what, f"replace the image, or remove the row; or column '{name}'") from error
             images[row] = np.asarray(image).transpose(2, 0, 1)
         return images
 
@@ -96,6 +97,20 @@ def header_fault(encoded: bytes) -> str:
         # Pillow raises errors of many types for damaged files.
         return first_line(error)
     return ""
+
+
+def _in_colour(pillow: Any, image: Any) -> Any:
+    """Return an image as RGB. Raises `ValueError` for pixels that have no range of their own."""
+    if image.mode.startswith("I;16"):
+        # Pillow would cut off what is above 255.
+        image = pillow.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"its pixels are numbers of 32 bits (mode {image.mode}): decode it in data.transform")
+    return image.convert("RGB")
+
+
+def _unknown(pillow: Any, error: Exception) -> bool:
+    return isinstance(error, pillow.UnidentifiedImageError)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -17,10 +17,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
+from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.errors import first_line
 from raytrain_plus.task import SINGLE, field_name
 
 Array = npt.NDArray[Any]
+
+
+FORM = "return items of one form: the same fields, each of one type"
+"""The remedy for items that do not fit together."""
 
 
 class UnfitItem(Exception):
@@ -31,12 +36,18 @@ class UnfitItem(Exception):
         self.number = number
 
 
-def schema_of(items: Sequence[Any]) -> pa.Schema:
-    """Return the columns of these items. Raises `UnfitItem`."""
+def schema_of(items: Sequence[Any], declared: pa.Schema | None = None) -> pa.Schema:
+    """Return the columns of these items; a field without a value takes its type from `declared`. Raises `UnfitItem`."""
     fields = list(map(_fields, items))
     for number, one in enumerate(fields):
         _check_names(number, one, list(fields[0]))
-    return pa.schema([pa.field(name, _type_of(name, [one[name] for one in fields])) for name in fields[0]])
+    types = {name: _type_of(name, [one[name] for one in fields]) for name in fields[0]}
+    for name, kind in types.items():
+        if pa.types.is_null(kind) and declared is not None and name in declared.names:
+            types[name] = declared.field(name).type
+    if ROW_ID in types:
+        raise UnfitItem(0, f"has a field '{ROW_ID}', a name reserved by raytrain_plus")
+    return pa.schema(list(types.items()))
 
 
 def table_of(items: Sequence[Any], schema: pa.Schema) -> pa.Table:
@@ -90,7 +101,7 @@ def _fields(item: Any) -> Mapping[str, Any]:
 
 
 def _check_names(number: int, fields: Mapping[str, Any], names: Sequence[str]) -> None:
-    if list(fields) != list(names):
+    if fields.keys() != set(names):
         raise UnfitItem(number, f"has the fields {_listed(fields)}; others have {_listed(names)}")
 
 
@@ -108,8 +119,7 @@ def _type_of(name: str, values: Sequence[Any]) -> pa.DataType:
             found = pa.array(values).type
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise UnfitItem(_first_odd(values), f"field '{name}': {first_line(error)}") from None
-        # Nulls of which no item says what they would be.
-        return pa.string() if pa.types.is_null(found) else found
+        return found
     kinds = [_array_type(number, name, value) for number, value in enumerate(values)]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:
@@ -121,6 +131,8 @@ def _array_type(number: int, name: str, value: Any) -> pa.DataType:
     if not _is_array(value):
         raise UnfitItem(number, f"field '{name}' is a {type(value).__name__}, and in other items a tensor")
     array = _checked(number, name, value)
+    if 0 in array.shape[1:]:
+        raise UnfitItem(number, f"field '{name}' has the shape {array.shape}, with a dimension of 0")
     kind = pa.from_numpy_dtype(array.dtype)
     for length in reversed(array.shape[1:]):
         kind = pa.list_(kind, length)
@@ -163,6 +175,10 @@ def _nested(array: Array, kind: pa.DataType) -> pa.Array:
 def _plain_column(field: pa.Field, values: Sequence[Any]) -> pa.Array:
     for number, value in enumerate(values):
         _check_plain(number, field.name, value)
+    if _has_struct(field.type):
+        for number, value in enumerate(values):
+            if (lost := _lost(value, field.type)) is not None:
+                raise UnfitItem(number, f"field '{field.name}' has a key '{lost}', which other items lack")
     try:
         return pa.array(values, field.type)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
@@ -173,6 +189,22 @@ def _plain_column(field: pa.Field, values: Sequence[Any]) -> pa.Array:
                 what = f"field '{field.name}' is not {field.type}, as in other items: {first_line(error)}"
                 raise UnfitItem(number, what) from None
         raise
+
+
+def _has_struct(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_struct(kind)) or (pa.types.is_list(kind) and _has_struct(kind.value_type))
+
+
+def _lost(value: Any, kind: pa.DataType) -> str | None:
+    """Return a key in a value for which its type has no field; Arrow would leave it out."""
+    if pa.types.is_list(kind) and isinstance(value, (list, tuple)):
+        return next((lost for one in value if (lost := _lost(one, kind.value_type)) is not None), None)
+    if not pa.types.is_struct(kind) or not isinstance(value, Mapping):
+        return None
+    types = {field.name: field.type for field in kind.fields}
+    if unknown := [str(key) for key in value if key not in types]:
+        return unknown[0]
+    return next((lost for key in value if (lost := _lost(value[key], types[key])) is not None), None)
 
 
 def _check_plain(number: int, name: str, value: Any) -> None:
@@ -188,6 +220,9 @@ def _is_array(value: Any) -> bool:
 
 
 def _array(value: Any) -> Array:
+    if getattr(value, "mode", None) == "P":
+        # An image of Pillow whose pixels are numbers of colours.
+        return np.asarray(value.convert("RGB"))
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
@@ -199,6 +234,8 @@ def _checked(number: int, name: str, value: Any) -> Array:
     except (pa.ArrowException, TypeError, RuntimeError):
         kind = value.dtype if hasattr(value, "dtype") else type(value).__name__
         raise UnfitItem(number, f"field '{name}' is of {kind}, which Arrow cannot hold: return it as float32") from None
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnfitItem(number, f"field '{name}' is a masked array: fill it, or return the mask as a field")
     if array.dtype.kind not in "biuf":
         raise UnfitItem(number, f"field '{name}' is an array of {array.dtype}: return numbers, or a list")
     return array

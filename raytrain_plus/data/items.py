@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_plus.data.item_columns import UnfitItem, digest_of, schema_of, table_of
+from raytrain_plus.data.item_columns import FORM, UnfitItem, digest_of, schema_of, table_of
 from raytrain_plus.data.sample_order import mix, order
 from raytrain_plus.data.user_dataset import UserDataset, open_dataset, source_digest
 from raytrain_plus.errors import DataChanged, DataError
@@ -53,6 +53,8 @@ class Items:
     """SHA-256 of the function's source."""
     item_bytes: float
     """Mean bytes of an item's values."""
+    run: str
+    """Names the run: see `open_dataset`."""
 
     @property
     def fingerprint(self) -> str:
@@ -87,37 +89,38 @@ class Items:
         Raises `DataChanged` if one has changed since the marks were made, `DataError` if one does not fit the columns,
         and `TaskError` if the dataset raises.
         """
-        dataset = open_dataset(self.spec, self.roots)
+        dataset = open_dataset(self.spec, self.roots, self.run)
         items = dataset.items(indices)
+        try:
+            table = table_of(items, self.schema)
+        except UnfitItem as unfit:
+            raise _unfit(self.spec, indices[unfit.number], unfit) from None
         for index, item in zip(indices, items, strict=True):
             if index in self.marks and digest_of(item) != self.marks[index]:
                 raise _changed(self.spec, index)
-        try:
-            return table_of(items, self.schema)
-        except UnfitItem as unfit:
-            raise _unfit(self.spec, indices[unfit.number], unfit) from None
+        return table
 
 
-def items_of(spec: str, roots: Sequence[str | Path], *, scattered: bool) -> Items:
-    """Look at an indexed dataset: its length, its marks and their columns.
+def items_of(spec: str, roots: Sequence[str | Path], run: str, *, scattered: bool) -> Items:
+    """Look at an indexed dataset: its length, its marks and their columns. `run`: see `open_dataset`.
 
     Raises `DataError` if it has no items, they do not fit together or change between two reads, and `TaskError` if its
     code raises.
     """
     named = tuple(map(str, roots))
-    dataset = open_dataset(spec, named)
+    dataset = open_dataset(spec, named, run)
     length = _length(dataset)
     chosen = sorted(order(mix(length, MARKS), length)[:MARKS].tolist())
     items = dataset.items(chosen)
+    try:
+        schema = schema_of(items, _declared(dataset))
+        table = table_of(items, schema)
+    except UnfitItem as unfit:
+        raise _unfit(spec, chosen[unfit.number], unfit) from None
     marks = dict(zip(chosen, map(digest_of, items), strict=True))
     for index, item in zip(chosen, dataset.items(chosen), strict=True):
         if digest_of(item) != marks[index]:
             raise _changed(spec, index)
-    try:
-        schema = schema_of(items)
-        table = table_of(items, schema)
-    except UnfitItem as unfit:
-        raise _unfit(spec, chosen[unfit.number], unfit) from None
     block = BLOCK
     while length > block * BLOCKS:
         block *= 2
@@ -131,11 +134,18 @@ def items_of(spec: str, roots: Sequence[str | Path], *, scattered: bool) -> Item
         marks=marks,
         source=source_digest(spec, named),
         item_bytes=table.nbytes / len(items),
+        run=run,
     )
 
 
+def _declared(dataset: UserDataset) -> pa.Schema | None:
+    """Return the columns that a `datasets.Dataset` declares; None for others."""
+    found = getattr(getattr(dataset.value, "features", None), "arrow_schema", None)
+    return found if isinstance(found, pa.Schema) else None
+
+
 def _length(dataset: UserDataset) -> int:
-    where = f"data.dataset: {dataset.spec}"
+    where = f"dataset {dataset.spec}"
     try:
         length = len(dataset.value)
     except Exception as error:
@@ -155,14 +165,14 @@ def _scattered(length: int) -> npt.NDArray[np.int64]:
 def _changed(spec: str, index: int) -> DataChanged:
     return DataChanged(
         f"item {index} is not the same each time it is read",
-        where=f"data.dataset: {spec}",
+        where=f"dataset {spec}",
         remedy="return the same item for an index, always: draw random numbers in data.transform, whose generator "
         "gives the same ones to every reader; if the data itself has changed, start over with --fresh",
     )
 
 
 def _unfit(spec: str, index: int, unfit: UnfitItem) -> DataError:
-    return DataError(f"item {index}: {unfit}", where=f"data.dataset: {spec}")
+    return DataError(f"item {index}: {unfit}", where=f"dataset {spec}", remedy=FORM)
 
 
 def changes_of(now: Mapping[str, Any], then: Any) -> list[str]:

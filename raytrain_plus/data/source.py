@@ -47,6 +47,8 @@ class Origin:
     """None for a dataset that a function returned."""
     files: tuple[tuple[str, int], ...]
     """Its files, and their sizes in bytes."""
+    run: str = ""
+    """For a dataset that a function returned, the run: see `user_dataset.open_dataset`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,15 @@ class Tokenized:
             )
         # One by one: `encode_batch` starts a thread for each CPU, beside the workers that share them, and a process
         # that has done so prints warnings when it forks.
-        tokens = [tokenizer.encode(text).ids for text in column.to_pylist()]
+        try:
+            tokens = [tokenizer.encode(text).ids for text in column.to_pylist()]
+        except Exception as error:
+            # The package raises no errors of its own types.
+            raise DataError(
+                f"cannot make tokens of a text of column '{name}': {first_line(error)}",
+                where=f"data.tokenizer: {self.file.path}",
+                remedy="give the tokenizer a token for what it does not know (unk_token)",
+            ) from None
         return pa.chunked_array([pa.array(tokens, pa.list_(pa.int64()))])
 
 

@@ -5,21 +5,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import random
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from raytrain_plus.errors import DataError, TaskError
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
 
 Kind = Literal["indexed", "iterated", "ray"]
 """Read by index; read once from begin to end; a `ray.data.Dataset`."""
-_OPEN = 4
-"""Datasets that a process keeps open: the training rows and the held-out ones of two jobs."""
+_OPEN = 2
+"""Datasets that a process keeps open: the training rows and the held-out ones."""
+_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class UserDataset:
                         found.append(self.value[index])
         if len(found) != len(indices):
             raise DataError(
-                f"__getitems__ returned {len(found)} items for {len(indices)} indices", f"data.dataset: {self.spec}"
+                f"__getitems__ returned {len(found)} items for {len(indices)} indices", f"dataset {self.spec}"
             )
         return found
 
@@ -57,31 +62,52 @@ class UserDataset:
         """Return what to raise for an error of the dataset's code, which was asked for `what`."""
         return TaskError(
             f"{what} raised {type(error).__name__}: {error}",
-            where=f"data.dataset: {self.spec}",
+            where=f"dataset {self.spec}",
             user_traceback=trim_traceback(error),
         )
 
 
 @functools.lru_cache(_OPEN)
-def open_dataset(spec: str, roots: tuple[str, ...]) -> UserDataset:
-    """Return what `module:function` returns; a process calls it once.
+def open_dataset(spec: str, roots: tuple[str, ...], run: str) -> UserDataset:
+    """Return what `module:function` returns; a process calls it once for each `run`, which may be any text.
 
-    Raises `TaskError` if it cannot be imported or raises, and `DataError` if it returns no dataset that can be read.
+    A process that outlives a run, such as a notebook's or one that Ray uses again, calls it again for the next one,
+    because the data may have changed. Raises `TaskError` if it cannot be imported or raises, and `DataError` if it
+    returns no dataset that can be read.
     """
     value = call_function(spec, roots)
     return UserDataset(spec, roots, value, _kind_of(spec, value))
 
 
 def call_function(spec: str, roots: Sequence[str]) -> Any:
-    """Return what `module:function` returns. Raises `TaskError` if it cannot be imported or raises."""
+    """Return what `module:function` returns, the same in every process if it draws random numbers.
+
+    So two functions that split a dataset at random return two parts of one split. Raises `TaskError` if it cannot be
+    imported or raises.
+    """
     function = load_function(spec, [Path(root) for root in roots])
 
     def report(error: BaseException) -> TaskError:
         what = f"the function raised {type(error).__name__}: {error}"
-        return TaskError(what, where=f"data.dataset: {spec}", user_traceback=trim_traceback(error))
+        return TaskError(what, where=f"dataset {spec}", user_traceback=trim_traceback(error))
 
-    with reporting(report):
+    with reporting(report), fixed_randomness():
         return function()
+
+
+@contextmanager
+def fixed_randomness() -> Iterator[None]:
+    """Let the generators of Python, NumPy and torch give the same numbers inside, and then continue as before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        random.seed(_SEED)
+        np.random.seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
 
 
 def source_digest(spec: str, roots: Sequence[str]) -> str:
@@ -96,9 +122,16 @@ def source_digest(spec: str, roots: Sequence[str]) -> str:
 
 
 def _kind_of(spec: str, value: Any) -> Kind:
-    where = f"data.dataset: {spec}"
-    if type(value).__module__.startswith("ray.data."):
+    where = f"dataset {spec}"
+    if type(value).__module__.startswith("ray.data.") and hasattr(value, "input_files"):
         return "ray"
+    if isinstance(value, DataLoader):
+        raise DataError(
+            "the function returned a DataLoader, which makes batches",
+            where,
+            expected="a dataset: the run makes the batches",
+            remedy="return its `dataset`",
+        )
     if isinstance(value, Mapping):
         names = ", ".join(map(str, list(value)[:5]))
         raise DataError(

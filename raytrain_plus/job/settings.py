@@ -102,8 +102,8 @@ class Data:
     cache_mb: int = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
-    `tokenizer`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform`,
+    `tokenizer` and `image_size`.
     """
 
 

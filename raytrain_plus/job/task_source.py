@@ -35,14 +35,14 @@ def source_digests(job: Job, roots: Sequence[Path]) -> dict[str, str]:
     functions = (job.data.transform, job.data.collate, job.data.dataset, held_out)
     names = [spec.partition(":")[0] for spec in functions if spec is not None and ":" in spec]
     if isinstance(job.task, str):
-        return _of_modules([job.task.partition(":")[0], *names], roots)
+        return module_digests([job.task.partition(":")[0], *names], roots)
     if job.task.__module__ == "__main__" and _loaded_file("__main__") is None:
         code = _Code(job.task.__module__)
         code.visit(job.task)
         loaded = {name: str(_loaded_file(name) or "") for name in sorted(code.modules)}
         names += [name for name, file in loaded.items() if file and not is_librarys(file)]
-        return {_NOTEBOOK: _sha256("\n".join(code.parts).encode()), **_of_modules(names, roots)}
-    return _of_modules([job.task.__module__, *names], roots)
+        return {_NOTEBOOK: _sha256("\n".join(code.parts).encode()), **module_digests(names, roots)}
+    return module_digests([job.task.__module__, *names], roots)
 
 
 def changed_modules(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -59,7 +59,8 @@ def whole_digest(modules: Mapping[str, str]) -> str | None:
     return _sha256("".join(sorted(modules.values())).encode()) if modules else None
 
 
-def _of_modules(names: Iterable[str], roots: Sequence[Path]) -> dict[str, str]:
+def module_digests(names: Iterable[str], roots: Sequence[Path]) -> dict[str, str]:
+    """Return the SHA-256 of these modules of the user's, and of those of the user's that they import, by name."""
     found: dict[str, str] = {}
     for start in names:
         file = _loaded_file(start) or _file_of(start, [*roots, *map(Path, sys.path)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,18 +33,19 @@ SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 def format_of(path: Path) -> Format:
     """Return the format of the data at an absolute path: a file, a folder, or a pattern; Parquet if nothing tells.
 
-    A folder has the format of the files in it, if these have one format and none of them is Parquet. Images beside
-    files of another format do not count.
+    A folder has the format of the files in it, if these have one format and none of them is Parquet. Beside files of
+    another format, images count if they are more.
     """
     by_name = _of_name(path.name)
     if by_name is not None or is_file(path):
         return by_name or "parquet"
     if is_saved(path):
         return "huggingface"
-    found = {one for name in names_below(path) if (one := _of_name(name)) is not None}
-    if len(found) > 1:
-        found.discard("images")
-    return found.pop() if len(found) == 1 else "parquet"
+    found = Counter(one for name in names_below(path) if (one := _of_name(name)) is not None)
+    images = found.pop("images", 0)
+    if images > found.total() and "parquet" not in found:
+        return "images"
+    return next(iter(found)) if len(found) == 1 else "parquet"
 
 
 def is_saved(folder: Path) -> bool:

@@ -125,7 +125,7 @@ def test_data_without_images_is_refused() -> None:
     ("bad", "what"),
     [
         (None, "column 'image' holds no image: it is null"),
-        (b"no image", "column 'image' holds an image that cannot be decoded: cannot identify"),
+        (b"no image", "column 'image' holds an image that cannot be decoded: it has no header"),
         (encoded(picture(1))[:-200], "column 'image' holds an image that cannot be decoded: image file is truncated"),
     ],
 )
@@ -209,3 +209,12 @@ def test_a_missing_pillow_is_said_before_a_worker_starts(tmp_path: Path, monkeyp
     with pytest.raises(DataError, match="images need the Python package Pillow") as caught:
         training_data(job(tmp_path / "a.parquet"), [])
     assert 'pip install "raytrain-plus[images]"' in caught.value.remedy
+
+
+def test_16_bits_a_pixel_are_scaled_and_32_are_refused() -> None:
+    grey = np.array([[0, 257 * 100], [257 * 200, 65535]], dtype=np.uint16)
+    made = DecodeImages(2, 2)(pa.table({"image": pa.array([encoded(Image.fromarray(grey), "PNG")], pa.binary())}))
+    assert made.column("image").to_pylist() == [[[[0, 100], [200, 255]]] * 3]
+    wide = encoded(Image.fromarray(np.ones((2, 2), dtype=np.float32)), "TIFF")
+    with pytest.raises(RowFault, match="numbers of 32 bits"):
+        DecodeImages(2, 2)(pa.table({"image": pa.array([wide], pa.binary())}))

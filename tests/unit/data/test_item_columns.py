@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from PIL import Image
 
 from raytrain_plus import Task
 from raytrain_plus.data.item_columns import UnfitItem, digest_of, schema_of, table_of
@@ -67,6 +68,8 @@ def test_text_bytes_lists_and_none_are_taken() -> None:
         ([{"a": {"b": torch.zeros(1)}}], 0, "field 'a' is a dict with tensors in it"),
         ([torch.zeros(1, dtype=torch.bfloat16)], 0, "is of torch.bfloat16, which Arrow cannot hold"),
         ([np.array(["x"])], 0, "is an array of <U1: return numbers"),
+        ([torch.zeros(3, 0)], 0, r"has the shape \(3, 0\), with a dimension of 0"),
+        ([np.ma.masked_array([1, 2], [0, 1])], 0, "is a masked array"),
         ([object()], 0, "field '_': Could not convert <object"),
     ],
 )
@@ -89,6 +92,27 @@ def test_a_later_item_that_does_not_fit_the_columns_is_named(item: Any, what: st
     with pytest.raises(UnfitItem, match=what) as raised:
         table_of([(torch.zeros(2), 1), item], schema)
     assert raised.value.number == 1
+
+
+def test_a_key_that_other_items_lack_is_named_also_inside() -> None:
+    schema = schema_of([{"meta": {"a": 1, "list": [{"b": 1}]}}])
+    for meta, lost in (({"a": 1, "c": 2}, "c"), ({"a": 1, "list": [{"b": 1}, {"d": 1}]}, "d")):
+        with pytest.raises(UnfitItem, match=f"field 'meta' has a key '{lost}', which other items lack") as raised:
+            table_of([{"meta": {"a": 1}}, {"meta": meta}], schema)
+        assert raised.value.number == 1
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert table_of([{"a": 1, "b": 2}, {"b": 4, "a": 3}], schema_of([{"a": 1, "b": 2}])).to_pylist() == [
+        {"a": 1, "b": 2},
+        {"a": 3, "b": 4},
+    ]
+
+
+def test_an_image_of_a_palette_becomes_colours() -> None:
+    image = Image.new("P", (2, 1), 1)
+    image.putpalette([0, 0, 0, 9, 8, 7])
+    assert table_of([image], schema_of([image])).to_pylist() == [{"_": [[[9, 8, 7], [9, 8, 7]]]}]
 
 
 def test_whole_numbers_fit_a_column_of_fractions() -> None:

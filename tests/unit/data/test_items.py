@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from raytrain_plus.data import items as items_module
 from raytrain_plus.data.dataset import again, returned_dataset
@@ -18,7 +20,7 @@ from raytrain_plus.data.row_names import named_rows
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import Index, differences, read_unit
 from raytrain_plus.data.transform_block import Rows
-from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.data.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataChanged, DataError, TaskError
 
 SOURCE = """
@@ -60,6 +62,14 @@ def unsized(): return Unsized()
 def splits(): return {"train": 1, "test": 2}
 def nothing(): return None
 def raises(): raise RuntimeError("no network")
+def stored(): return torch.load(Path(__file__).with_name("rows.pt")).tolist()
+def half(number): return torch.utils.data.random_split(Squares(1000), [600, 400])[number]
+def first_half(): return half(0)
+def second_half(): return half(1)
+def loader(): return torch.utils.data.DataLoader(Squares(1000))
+def reserved(): return [{"_raytrain_id": 1}]
+def half_precise(): return [torch.zeros(2, dtype=torch.bfloat16)] * 70
+def pointers(): return [__import__("numpy").array([object()])] * 70
 def listed(): return [{"x": number} for number in range(40)]
 value = 3
 """
@@ -71,6 +81,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     sys.modules.pop("squares", None)
     open_dataset.cache_clear()
+
+
+def opened(seen: Index) -> UserDataset:
+    """Return the dataset as this process has opened it."""
+    assert seen.items is not None
+    return open_dataset(seen.items.spec, seen.items.roots, seen.items.run)
 
 
 def rows_of(seen: Index, shuffle: str = "rows", transform: object = None) -> Rows:
@@ -110,8 +126,8 @@ def test_blocks_are_scattered_over_the_dataset_if_it_is_shuffled(root: Path) -> 
 
 
 def test_only_the_items_of_a_range_are_read(root: Path) -> None:
-    rows = rows_of(returned_dataset("squares:thousand", [root], scattered=True))
-    dataset = open_dataset("squares:thousand", (str(root),)).value
+    seen = returned_dataset("squares:thousand", [root], scattered=True)
+    rows, dataset = rows_of(seen), opened(seen).value
     for row_range in rows.sample_order.row_ranges(2, 7):
         dataset.asked.clear()
         table = rows.read(row_range)
@@ -172,7 +188,7 @@ def test_items_that_change_between_reads_are_refused(root: Path) -> None:
 
 def test_an_item_that_changes_later_is_noticed_when_it_is_read(root: Path) -> None:
     seen = returned_dataset("squares:thousand", [root])
-    open_dataset("squares:thousand", (str(root),)).value.shift = 1
+    opened(seen).value.shift = 1
     assert seen.items is not None
     mark = next(iter(seen.items.marks))
     with pytest.raises(DataChanged, match=f"item {mark} is not the same"):
@@ -186,6 +202,10 @@ def test_an_item_that_changes_later_is_noticed_when_it_is_read(root: Path) -> No
         ("unsized", "Unsized has no length.*define __len__"),
         ("splits", "the function returned a dict with the keys train, test.*return one of its values"),
         ("nothing", "the function returned a NoneType"),
+        ("loader", "the function returned a DataLoader.*return its `dataset`"),
+        ("reserved", "item 0: has a field '_raytrain_id', a name reserved"),
+        ("half_precise", r"item \d+: field '_' is of torch.bfloat16, which Arrow cannot hold"),
+        ("pointers", r"item \d+: field '_' is .*object"),
     ],
 )
 def test_what_is_no_dataset_is_refused(root: Path, name: str, what: str) -> None:
@@ -200,7 +220,7 @@ def test_errors_of_the_users_code_are_named_and_show_its_frames(root: Path) -> N
     with pytest.raises(TaskError, match="squares:value is of type int"):
         returned_dataset("squares:value", [root])
     seen = returned_dataset("squares:thousand", [root])
-    open_dataset("squares:thousand", (str(root),)).value.broken = 70
+    opened(seen).value.broken = 70
     with pytest.raises(TaskError, match="item 70 raised ValueError: no such image") as raised:
         read_unit(seen, 70 // BLOCK)
     assert "no such image" in raised.value.user_traceback
@@ -208,7 +228,7 @@ def test_errors_of_the_users_code_are_named_and_show_its_frames(root: Path) -> N
 
 def test_a_dataset_that_returns_too_few_items_is_refused(root: Path) -> None:
     seen = returned_dataset("squares:many", [root])
-    open_dataset("squares:many", (str(root),)).value.most = 3
+    opened(seen).value.most = 3
     with pytest.raises(DataError, match="__getitems__ returned 3 items for 32 indices"):
         read_unit(seen, 0)
 
@@ -216,3 +236,39 @@ def test_a_dataset_that_returns_too_few_items_is_refused(root: Path) -> None:
 def test_a_list_is_a_dataset(root: Path) -> None:
     seen = returned_dataset("squares:listed", [root])
     assert [read_unit(seen, unit).column("x").to_pylist() for unit in (0, 1)] == [list(range(32)), list(range(32, 40))]
+
+
+def test_another_run_in_the_same_process_sees_changed_data(root: Path) -> None:
+    torch.save(torch.arange(40), root / "rows.pt")
+    before = returned_dataset("squares:stored", [root])
+    assert read_unit(before, 0).column("_").to_pylist() == list(range(32))
+    torch.save(torch.arange(40) + 5, root / "rows.pt")
+    after = returned_dataset("squares:stored", [root])
+    assert after.fingerprint != before.fingerprint
+    assert read_unit(after, 0).column("_").to_pylist() == list(range(5, 37))
+
+
+def test_two_parts_of_a_random_split_are_disjoint(root: Path) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    seen = [returned_dataset(f"squares:{name}", [root]) for name in ("first_half", "second_half")]
+    # The generators of the process are as before.
+    assert torch.equal(torch.rand(2), expected)
+    items = [
+        {item for unit in range(len(one.unit_rows)) for item in read_unit(one, unit).column("_1").to_pylist()}
+        for one in seen
+    ]
+    assert (len(items[0]), len(items[1]), len(items[0] | items[1])) == (600, 400, 1000)
+
+
+def test_a_field_without_values_has_the_type_that_hugging_face_declares(root: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"x": None if number < 199 else 7} for number in range(200)]
+    module = sys.modules.setdefault("squares", types.ModuleType("squares"))
+    module.declared = lambda: datasets.Dataset.from_list(  # type: ignore[attr-defined]
+        rows, features=datasets.Features({"x": datasets.Value("int32")})
+    )
+    seen = returned_dataset("squares:declared", [root])
+    assert seen.schema.field("x").type == "int32"
+    assert read_unit(seen, 6).column("x").to_pylist() == [None] * 7 + [7]

@@ -166,7 +166,8 @@ def test_a_folder_of_images_alone_is_recognised(tmp_path: Path) -> None:
         "lines": (["rows.jsonl", "picture.png"], "jsonl"),
         "tars": (["0.tar", "1.tgz"], "webdataset"),
         "mixed": (["0.tar", "rows.csv"], "parquet"),
-        "parquet": (["a.parquet", "b.png"], "parquet"),
+        "parquet": (["a.parquet", "b.png", "c.png"], "parquet"),
+        "described": (["a/1.png", "b/2.png", "labels.txt"], "images"),
     }
     for folder, (files, _) in names.items():
         for file in files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from raytrain_plus.errors import DataError, TaskError
 
 SOURCE = """
 import os
+import random
 import torch
 
 asked = []
@@ -35,6 +37,20 @@ def changing(): return Numbers(2500, int(os.environ.get("SHIFT", "0")))
 def generator(): return iter(Numbers(2500))
 def empty(): return Numbers(0)
 def odd(): return ({"x": number if number != 1700 else "no number"} for number in range(2500))
+def shuffled():
+    numbers = list(range(2500))
+    random.shuffle(numbers)
+    return iter(numbers)
+def in_any_order():
+    numbers = list(range(2500))
+    random.Random().shuffle(numbers)
+    return iter(numbers)
+started = iter(range(2500))
+def started_before(): return started
+def at_once(): raise_here = {}; return (raise_here[key] for key in [1])
+class Closed:
+    def __iter__(self): raise KeyError("closed")
+def closed(): return Closed()
 def raises():
     for number in range(2500):
         if number == 1200:
@@ -52,7 +68,6 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def read(root: Path, name: str) -> Index:
-    open_dataset.cache_clear()
     return returned_dataset(f"numbers_of:{name}", [root], cache=root / "cache")
 
 
@@ -75,7 +90,7 @@ def test_all_items_are_read_in_order_and_once(root: Path, name: str, capsys: pyt
     assert read(root, name) == seen
     # Only the first ones, to know whether they are the same.
     assert len(asked) <= 65
-    assert capsys.readouterr().err == ""
+    assert re.fullmatch(rf"rows of numbers_of:{name} are those in .*; delete it to .*\n", capsys.readouterr().err)
     assert pq.ParquetFile(seen.file(0)).metadata.row_group(0).num_rows == seen.unit_rows[0]
 
 
@@ -130,7 +145,39 @@ def test_a_dataset_of_ray_is_read_on_the_drivers_machine_alone(root: Path) -> No
     assert "numbers_of:numbers on " in refused()
     assert not (root / "cache").exists()
     # What it reads belongs to its name in the cache.
-    names = {_folder_name(UserDataset("numbers_of:numbers", (str(root),), Lazy(*files), "ray")) for files in (
+    names = {_folder_name(UserDataset("numbers_of:numbers", (str(root),), Lazy(*files), "ray"), "") for files in (
         (), (root / "numbers_of.py",), (root / "none",),
     )}  # fmt: skip
     assert len(names) == 3
+
+
+@pytest.mark.parametrize("name", ["in_any_order", "started_before"])
+def test_an_order_that_changes_is_refused(root: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"(?s)first items are not the same each time.*from a new iterator"):
+        read(root, name)
+
+
+def test_random_numbers_in_the_function_are_the_same_everywhere(root: Path) -> None:
+    assert column(read(root, "shuffled"), "_") == column(read(root, "shuffled"), "_") != list(range(2500))
+
+
+def test_rows_in_another_order_are_other_data(root: Path) -> None:
+    seen = read(root, "shuffled")
+    (content,) = (root / "cache").glob("*/_content")
+    content.write_text("another")
+    assert read(root, "shuffled").fingerprint != seen.fingerprint
+
+
+def test_an_edited_module_is_read_again(root: Path) -> None:
+    read(root, "numbers")
+    (root / "numbers_of.py").write_text(SOURCE + "\nmore = 1\n")
+    read(root, "numbers")
+    assert len([one for one in (root / "cache").iterdir() if not one.name.startswith(".")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "what"), [("closed", "item 0 raised KeyError: 'closed'"), ("at_once", "raised KeyError")]
+)
+def test_errors_before_the_first_item_are_the_users(root: Path, name: str, what: str) -> None:
+    with pytest.raises(TaskError, match=what):
+        read(root, name)
