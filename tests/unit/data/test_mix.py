@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus import Data, Job
+from raytrain_plus import Data, Job, Task
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger import row_ids
 from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
+from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.row_names import named_row, named_rows
 from raytrain_plus.data.source import (
     Index,
@@ -101,6 +102,24 @@ def test_streamed_and_direct_rows_of_a_mix_are_the_same(
     streamed, feed = gather(rows, ThreadStream, cache_mb, first=first)
     assert streamed == direct
     assert feed.streamed_reads > 0 or cache_mb
+
+
+def test_steps_of_a_mix_collated_at_once_are_those_of_the_order(job: Job) -> None:
+    rows = rows_in(replace(job, steps=60))
+    feed = Batches(
+        rows, shards=[0, 2], first_step=0, microbatches=1, collate=Task().collate, cache_mb=0, make_stream=None
+    )
+    sizes = []
+    with feed:
+        for step in range(60):
+            for shard, (made,) in feed.get(step, 10).shards.items():
+                ranges = rows.sample_order.row_ranges(shard, step)
+                assert made.batch["x"].tolist() == [
+                    x for one in ranges for (x,) in to_rows(without_ids(rows.read(one)))
+                ]
+                assert made.start == step * 6
+                sizes.append(made.rows)
+    assert sizes == [6] * 120
 
 
 def test_fewer_shards_at_once_get_the_same_rows(job: Job) -> None:

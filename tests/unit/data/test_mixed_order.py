@@ -167,7 +167,8 @@ def test_reads_cover_exactly_the_rows_of_each_source_in_order(order: MixedOrder,
     shards = data.draw(st.sets(st.integers(0, order.shards - 1), min_size=1))
     wanted = list(reads(order, shards, first))
     assert [read.number for read in wanted] == list(range(len(wanted)))
-    assert [read.step for read in wanted] == sorted(read.step for read in wanted)
+    by_need = [(read.step, read.shard, read.source) for read in wanted]
+    assert by_need == sorted(by_need)
     for shard in shards:
         ranges = [one for step in range(first, order.steps) for one in order.row_ranges(shard, step)]
         for source in range(len(order.source_orders)):
