@@ -201,7 +201,10 @@ def _described(run: Folder) -> tuple[ExpectedOrder, dict[str, Any]]:
     wrong = _find_wrong_rows(then["files"], then["rows"]) or ("" if mix is None else _find_wrong_sources(then, mix))
     if wrong:
         raise InputError(f"the file is damaged: {wrong}", where=f"{run.where}/dataset.json", remedy=_REMEDY)
-    return (ExpectedOrder if mix is None else ExpectedMix)(job, then), then
+    if mix is None:
+        then.pop("sources", None)
+        return ExpectedOrder(job, then), then
+    return ExpectedMix(job, then), then
 
 
 def _find_wrong_rows(files: Iterable[Mapping[str, Any]], said: int) -> str:

@@ -48,8 +48,8 @@ class Data:
     """2 to 16 sources in fixed proportions, in place of `path`: a list of `{path: ..., weight: ...}`. Each may have a
     `format`, and `dataset` in place of `path`.
 
-    Every step has the sources' rows in proportion to their weights. Each source has epochs of its own, in which each of
-    its rows is used once. All must have the same columns. Needs `steps`.
+    Each shard takes rows in proportion to the weights, to within a few rows in any step. Each source has epochs of its
+    own, in which each of its rows is used once. All must have the same columns. Needs `steps`.
     """
 
     image_size: Sequence[int] | None = None

@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from raytrain_plus import Data, Job, Task
-from raytrain_plus.data.dataset import training_data
+from raytrain_plus.data.dataset import dataset, training_data
 from raytrain_plus.data.ledger import row_ids
 from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
@@ -26,12 +27,16 @@ from raytrain_plus.data.source import (
     check_enough,
     check_restored,
     check_unchanged,
+    class_names,
     differences,
     index,
     read_unit,
 )
+from raytrain_plus.data.tokens import TokenizerFile
 from raytrain_plus.data.transform_block import Rows, Transform, without_ids
 from raytrain_plus.errors import DataChanged, DataError
+from raytrain_plus.job.task_source import source_digests
+from raytrain_plus.launch.machine_check import needs_of
 from raytrain_plus.workers.data_check import check_data, same_data, sights_of
 from tests.unit.data.test_reader import ThreadStream, augment, gather, to_rows
 
@@ -250,3 +255,32 @@ def test_a_node_compares_each_source(job: Job, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sees different data than the driver: 0\.parquet has ") as caught:
         same_data(plan, [tmp_path], seen)  # type: ignore[arg-type]
     assert caught.value.where == str(tmp_path / "b")
+
+
+def test_machines_see_the_files_of_each_source(job: Job, tmp_path: Path) -> None:
+    plan = SimpleNamespace(**vars(plan_of(job, data_of(job))), collective="torch")
+    files = [tmp_path / "a" / "0.parquet", tmp_path / "b" / "0.parquet", tmp_path / "c" / "rows.jsonl"]
+    needs = needs_of(SimpleNamespace(plan=plan), None)  # type: ignore[arg-type]
+    assert needs.data == {str(file): file.stat().st_size for file in files}
+
+
+def test_the_functions_of_a_mix_belong_to_the_tasks_source(job: Job, tmp_path: Path) -> None:
+    assert set(source_digests(job, [tmp_path])) == {"mixed_items"}
+
+
+def test_images_of_other_classes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for source, label in (("a", "cat"), ("a", "dog"), ("b", "cat"), ("b", "dog"), ("c", "cat"), ("c", "fox")):
+        (tmp_path / source / label).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(tmp_path / source / label / "0.png")
+    seen = {name: dataset(tmp_path / name, cache=tmp_path / "cache") for name in "abc"}
+    assert class_names(mixed_index([seen["a"], seen["b"]])) == ["cat", "dog"]
+    with pytest.raises(DataError, match="only one of two sources has images of dog, fox") as caught:
+        mixed_index([seen["a"], seen["c"]])
+    assert caught.value.where == f"data.mix[1]: {tmp_path / 'c'}"
+
+
+def test_a_tokenizer_is_a_part_of_what_a_mix_is(job: Job) -> None:
+    seen = data_of(job)
+    other = replace(seen, tokenizer=TokenizerFile("somewhere", "0" * 64))
+    assert differences(other.to_json(), seen.to_json()) == ["data.tokenizer has another content"]
