@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.of_job import read_factor_of, sample_order_of
+from raytrain_plus.data.of_job import MixedSource, mixed_sources, read_factor_of, sample_order_of
 from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.source import read_unit
@@ -69,6 +69,8 @@ class DataReport:
     files: int
     without_checksums: tuple[str, ...]
     """Those of the first files without page checksums."""
+    mix: tuple[MixedSource, ...] = ()
+    """The sources of a mix."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -80,6 +82,7 @@ class DataReport:
         said = [f"{self.path}: {self.rows:,} rows, {size_text(self.bytes)} decoded"]
         if self.converted is not None:
             said.append(f"  converted to Parquet in {self.converted}")
+        said += [source.line() for source in self.mix]
         if self.read_factor is None:
             said.append("  read by index")
         else:
@@ -136,6 +139,7 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         epoch_s=seconds / read * sum(seen.unit_bytes) * (factor or 1),
         files=len(files),
         without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
+        mix=mixed_sources(job, seen),
     )
 
 

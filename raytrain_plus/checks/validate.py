@@ -16,7 +16,14 @@ from raytrain_plus.checks.trial import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.files import data_exists
-from raytrain_plus.data.of_job import odd_sizes, read_factor_of, sample_order_of
+from raytrain_plus.data.of_job import (
+    MixedSource,
+    mixed_sources,
+    odd_sizes,
+    read_factor_of,
+    sample_order_of,
+    training_paths,
+)
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.source import check_alike, check_enough
@@ -104,6 +111,8 @@ class Report:
     """What is unusual about the number of rows in the steps."""
     trial: Trial | None = None
     """What a trial of the task found; None if nothing of it was run."""
+    mix: tuple[MixedSource, ...] = ()
+    """The sources of a mix."""
 
     @property
     def most_stages(self) -> int:
@@ -130,6 +139,7 @@ class Report:
             assert self.steps is not None
             where = "read by index" if self.units is None else f"in {plural(self.units, 'row group')}"
             said.append(f"  data: {plural(self.rows, 'row')} {where}, {plural(self.steps, 'step')}")
+            said += [source.line() for source in self.mix]
             said += [f"  warning: {odd}" for odd in self.odd_sizes]
             if self.read_factor is not None:
                 said.append(
@@ -248,7 +258,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     sizes, unformed = sizes_of(table), unused_workers(table)
     if trying is not None:
         trying.data()
-    elif job.data.path is not None and not _is_made(job, job.data.path):
+    elif not all(_is_made(job, path) for path in training_paths(job).values()):
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = training_data(job, search)
     check_enough(seen, job.data.shards)
@@ -277,6 +287,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         without_checksums=tuple(map(str, without_checksums(looked_at))),
         odd_sizes=tuple(odd_sizes(job, seen)),
         trial=trial,
+        mix=mixed_sources(job, seen),
     )
 
 

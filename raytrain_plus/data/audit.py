@@ -8,7 +8,7 @@ fault there cannot hide itself here.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import yaml
 from raytrain_plus.data.audit_entries import find_doubled_and_missing, only_due, read_entries
 from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.data.audit_files import compare
+from raytrain_plus.data.audit_mix import ExpectedMix, files_by_source
 from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
 from raytrain_plus.data.audit_record import Record, read_record
 from raytrain_plus.errors import InputError, StorageError, first_line
@@ -37,6 +38,7 @@ _DATASET = has.object_of(
         has.object_of(path=has.name, bytes=has.whole(0), footer_sha256=has.text, row_groups=has.list_of(has.whole(0))),
     ),
 )
+_SOURCES = has.list_of(has.object_of(path=has.name, rows=has.whole(1, 2**48)))
 _RESULT = has.object_of(status=has.text, steps=has.whole(0))
 """The fields of the run's files that the audit relies on."""
 _REMEDY = "restore the file that the run wrote: it is the only record of the data that the run began with"
@@ -44,6 +46,14 @@ MOST_DUE = 1 << 22
 """Maximum missing entries of a ledger that can still be audited: all of them are laid out in memory."""
 SHOWN = 20
 """Maximum faults in the report for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditedSource:
+    """A source of a mix."""
+
+    path: str
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +79,8 @@ class Audit:
     """Descriptions of the first `KEPT` faults of each kind."""
     num_faults: int
     """The number of all faults."""
+    sources: tuple[AuditedSource, ...] = ()
+    """The sources of a mix."""
 
     @property
     def clean(self) -> bool:
@@ -86,12 +98,10 @@ class Audit:
             f"{self.audited_to + 1:,} of {self.steps:,} steps audited; run status: {self.status}",
             f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}",
         ]
-        shown = self.epochs if len(self.epochs) <= SHOWN else [*self.epochs[:3], *self.epochs[-3:]]
-        for number, epoch in enumerate(shown):
-            if len(shown) < len(self.epochs) and number == 3:
-                said.append(f"  {'...':>6}")
-            part = "" if epoch.due == self.rows else "  (not finished)"
-            said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
+        for number, source in enumerate(self.sources):
+            said.append(f"  source {number} ({source.path}): {source.rows:,} rows")
+            said += _epoch_lines([epoch for epoch in self.epochs if epoch.source == number], source.rows)
+        said += _epoch_lines([epoch for epoch in self.epochs if epoch.source is None], self.rows)
         said += [f"  fault: {fault}" for fault in self.faults[:SHOWN]]
         if self.num_faults > SHOWN:
             kept = "all of them" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
@@ -102,6 +112,18 @@ class Audit:
         return said
 
 
+def _epoch_lines(epochs: Sequence[Epoch], rows: int) -> list[str]:
+    """Return a line of text for each epoch of `rows` rows; of many, only for the first and the last ones."""
+    said = []
+    shown = epochs if len(epochs) <= SHOWN else [*epochs[:3], *epochs[-3:]]
+    for number, epoch in enumerate(shown):
+        if len(shown) < len(epochs) and number == 3:
+            said.append(f"  {'...':>6}")
+        part = "" if epoch.due == rows else "  (not finished)"
+        said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
+    return said
+
+
 def audit(where: str | Path) -> Audit:
     """Audit the run in the folder at a path or address.
 
@@ -110,9 +132,7 @@ def audit(where: str | Path) -> Audit:
     run = open_folder(where)
     expected, then = _described(run)
     faults = Faults()
-    # Items that are read by index have no file; the run itself has compared some of them.
-    if "dataset" not in then:
-        compare(Path(then["path"]), then, faults)
+    _compare(then, faults)
     # Read status and checkpoints before the ledger: the ledger of a live run then covers everything that they mention.
     status, made = _status(run, faults)
     saved = _checkpoints(run)
@@ -158,6 +178,7 @@ def audit(where: str | Path) -> Audit:
         epochs=tuple(epochs),
         faults=tuple(faults.found),
         num_faults=faults.count,
+        sources=tuple(AuditedSource(source["path"], source["rows"]) for source in then.get("sources", ())),
     )
 
 
@@ -176,11 +197,46 @@ def _described(run: Folder) -> tuple[ExpectedOrder, dict[str, Any]]:
         ) from error
     # Validate the job, then read it as plain values.
     job = yaml.safe_load(read_job(text, f"{run.where}/job.yaml", "run").to_yaml())
-    rows = sum(sum(file["row_groups"]) for file in then["files"])
-    if rows != then["rows"] or not rows:
-        what = f"its row groups add up to {rows:,} rows, but `rows` is {then['rows']:,}"
-        raise InputError(f"the file is damaged: {what}", where=f"{run.where}/dataset.json", remedy=_REMEDY)
-    return ExpectedOrder(job, then), then
+    mix = job["data"]["mix"]
+    wrong = _find_wrong_rows(then["files"], then["rows"]) or ("" if mix is None else _find_wrong_sources(then, mix))
+    if wrong:
+        raise InputError(f"the file is damaged: {wrong}", where=f"{run.where}/dataset.json", remedy=_REMEDY)
+    if mix is None:
+        then.pop("sources", None)
+        return ExpectedOrder(job, then), then
+    return ExpectedMix(job, then), then
+
+
+def _find_wrong_rows(files: Iterable[Mapping[str, Any]], said: int) -> str:
+    """Return how the rows of files differ from the number that `dataset.json` says; empty if they do not."""
+    rows = sum(sum(file["row_groups"]) for file in files)
+    return "" if rows == said and rows else f"its row groups add up to {rows:,} rows, but `rows` is {said:,}"
+
+
+def _find_wrong_sources(then: Mapping[str, Any], mix: Sequence[Any]) -> str:
+    """Return what is wrong with the sources of a mix in `dataset.json`; empty if nothing is."""
+    sources = then.get("sources")
+    if wrong := _SOURCES(sources):
+        return f"`sources`: {wrong}"
+    if len(then["sources"]) != len(mix):
+        return f"it has {len(then['sources'])} sources, and data.mix {len(mix)}"
+    for number, (source, files) in enumerate(zip(then["sources"], files_by_source(then, len(mix)), strict=True)):
+        if wrong := _find_wrong_rows(files, source["rows"]):
+            return f"source {number}: {wrong}"
+    return ""
+
+
+def _compare(then: Mapping[str, Any], faults: Faults) -> None:
+    """Report how the data's files differ from those that the run began with.
+
+    Items that are read by index have no file; the run itself has compared some of them.
+    """
+    sources = then.get("sources", ())
+    for number, (source, files) in enumerate(zip(sources, files_by_source(then, len(sources)), strict=True)):
+        if "dataset" not in source:
+            compare(Path(source["path"]), files, faults, f"{number}/")
+    if not sources and "dataset" not in then:
+        compare(Path(then["path"]), then["files"], faults)
 
 
 def _status(run: Folder, faults: Faults) -> tuple[str, int | None]:

@@ -17,8 +17,8 @@ from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.errors import first_line
 
 
-def compare(data: Path, then: Mapping[str, Any], faults: Faults) -> None:
-    """Report how the files differ from those that the run began with."""
+def compare(data: Path, files: Iterable[Mapping[str, Any]], faults: Faults, prefix: str = "") -> None:
+    """Report how the files differ from those that the run began with, whose names begin with `prefix`."""
     try:
         now = _files_now(data)
     except FileNotFoundError:
@@ -27,11 +27,11 @@ def compare(data: Path, then: Mapping[str, Any], faults: Faults) -> None:
     except OSError as error:
         faults.add(f"the dataset cannot be accessed: {error.strerror}: {data}")
         return
-    was = {file["path"]: file for file in then["files"]}
-    faults.add(*(f"{name} is missing; the run began with it" for name in sorted(was.keys() - now.keys())))
-    faults.add(*(f"{name} is new; the run began without it" for name in sorted(now.keys() - was.keys())))
+    was = {file["path"].removeprefix(prefix): file for file in files}
+    faults.add(*(f"{prefix}{name} is missing; the run began with it" for name in sorted(was.keys() - now.keys())))
+    faults.add(*(f"{prefix}{name} is new; the run began without it" for name in sorted(now.keys() - was.keys())))
     changes = {name: _changed(now[name], was[name]) for name in sorted(now.keys() & was.keys())}
-    faults.add(*(f"{name} {change}" for name, change in changes.items() if change))
+    faults.add(*(f"{prefix}{name} {change}" for name, change in changes.items() if change))
 
 
 def _files_now(data: Path) -> dict[str, Path]:

@@ -34,6 +34,8 @@ class Epoch:
     never: int
     once: int
     more: int
+    source: int | None = None
+    """The source of a mix that the epoch belongs to."""
 
 
 class ExpectedOrder:
@@ -103,24 +105,7 @@ class ExpectedOrder:
         held = (entries["start"] >= 0) & (entries["rows"] >= 0) & (entries["rows"] <= total - entries["start"])
         stops = np.where(held, entries["start"] + entries["rows"], 0)
         starts = np.where(held, entries["start"], 0)
-        expected = np.zeros(len(entries), np.uint64)
-        order = np.argsort(starts, kind="stable")
-        most = int((stops - starts).max(initial=0))
-        for epoch in range(int(stops.max(initial=0)) * self.shards // self.rows + 2):
-            before, after = self._before(epoch), self._before(epoch + 1)
-            # Only the entries that can reach into the epoch.
-            span = np.searchsorted(starts[order], [before.min() - most, after.max()])
-            near = order[span[0] : span[1]]
-            shard = entries["shard"][near]
-            low = np.clip(starts[near], before[shard], after[shard])
-            high = np.clip(stops[near], before[shard], after[shard])
-            inside = np.flatnonzero(high > low)
-            if not len(inside):
-                continue
-            offsets = np.concatenate([[0], np.cumsum(after - before)[:-1]])
-            shift = (offsets - before)[shard[inside]]
-            sums = self._sums(epoch)
-            expected[near[inside]] += sums[high[inside] + shift] - sums[low[inside] + shift]
+        expected = self.ids_between(entries["shard"], starts, stops)
         kept = min(64, max(0, 390 // self.shards - 1))
         right: npt.NDArray[np.bool_] = held & (expected & np.uint64(2**kept - 1) == entries["ids"])
         others = entries[placed & ~right]
@@ -133,6 +118,28 @@ class ExpectedOrder:
             ),
         )
         return right & ~self._in_wrong_steps(entries, expected, right, faults)
+
+    def ids_between(self, shards: Ints, starts: Ints, stops: Ints) -> Words:
+        """Return for each entry the sum of the ids of the rows [start, stop) of its shard's own sequence."""
+        expected = np.zeros(len(starts), np.uint64)
+        order = np.argsort(starts, kind="stable")
+        most = int((stops - starts).max(initial=0))
+        for epoch in range(int(stops.max(initial=0)) * self.shards // self.rows + 2):
+            before, after = self._before(epoch), self._before(epoch + 1)
+            # Only the entries that can reach into the epoch.
+            span = np.searchsorted(starts[order], [before.min() - most, after.max()])
+            near = order[span[0] : span[1]]
+            shard = shards[near]
+            low = np.clip(starts[near], before[shard], after[shard])
+            high = np.clip(stops[near], before[shard], after[shard])
+            inside = np.flatnonzero(high > low)
+            if not len(inside):
+                continue
+            offsets = np.concatenate([[0], np.cumsum(after - before)[:-1]])
+            shift = (offsets - before)[shard[inside]]
+            sums = self._sums(epoch)
+            expected[near[inside]] += sums[high[inside] + shift] - sums[low[inside] + shift]
+        return expected
 
     def _in_wrong_steps(
         self, entries: npt.NDArray[Any], expected: Words, right: npt.NDArray[np.bool_], faults: Faults
@@ -167,7 +174,10 @@ class ExpectedOrder:
 
     def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
         """Count how often the rows that were due by step `due_to` were used, by epoch."""
-        due = self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64)
+        return self.used(entries, self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64))
+
+    def used(self, entries: npt.NDArray[Any], due: Ints) -> list[Epoch]:
+        """Count how often the first `due` rows of each shard were used, by epoch."""
         epochs = int(np.ceil(due.max() * self.shards / self.rows)) + 1 if len(due) else 0
         counts = np.zeros((epochs + 1, 3), np.int64)
         bounds = [self._before(epoch) for epoch in range(epochs + 2)]
@@ -196,7 +206,7 @@ class ExpectedOrder:
         if self._shuffle == "none":
             return np.arange(count)
         if self._order[0] != epoch:
-            values = _scramble(_chain(self._seed, 1, epoch) + np.arange(count, dtype=np.uint64))
+            values = _scramble(chain(self._seed, 1, epoch) + np.arange(count, dtype=np.uint64))
             self._order = (epoch, np.argsort(values, kind="stable"))
         return self._order[1]
 
@@ -211,7 +221,7 @@ class ExpectedOrder:
             place = (np.arange(len(unit)) - np.repeat(np.cumsum(lengths) - lengths, lengths)).astype(np.uint64)
             ids = _scramble(self._unit_key[units][unit] + place)
             if self._shuffle == "rows":
-                keys = _scramble(_chain(self._seed, 2, epoch) + units.astype(np.uint64))
+                keys = _scramble(chain(self._seed, 2, epoch) + units.astype(np.uint64))
                 ids = ids[np.lexsort((place, _scramble(keys[unit] + place), unit))]
             sums[at : at + len(ids)] = ids
             at += len(ids)
@@ -243,7 +253,8 @@ def _blocks(units: Ints, rows: Ints) -> Iterator[Ints]:
         yield units[run]
 
 
-def _chain(*parts: int) -> np.uint64:
+def chain(*parts: int) -> np.uint64:
+    """Return the documented hash `mix` of integers."""
     value = np.zeros(1, np.uint64)
     for part in parts:
         with np.errstate(over="ignore"):

@@ -17,11 +17,13 @@ from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
+from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.repository import only_split
 from raytrain_plus.data.source import Index, Origin, index, index_items, with_tokenizer
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
-from raytrain_plus.job.settings import Format, Job
+from raytrain_plus.job.setting_types import Format
+from raytrain_plus.job.settings import Job
 from raytrain_plus.observe.conversion_view import conversion_view, reading_view
 
 
@@ -90,7 +92,7 @@ def _ray_runs() -> bool:
 
 
 def again(seen: Index, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the same data as a worker's node sees it, without its tokenizer."""
+    """Return the index of the same data, which is no mix, as a worker's node sees it, without its tokenizer."""
     if seen.items is not None:
         return returned_dataset(seen.named, roots, scattered=seen.items.scattered, run=seen.items.run)
     if seen.origin is not None and seen.origin.format is None:
@@ -103,7 +105,16 @@ def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
     if job.data.image_size is not None:
         # Before a worker starts.
         load_pillow()
-    return _of_job(job, job.data.path, job.data.dataset, roots, scattered=job.data.shuffle != "none")
+    scattered = job.data.shuffle != "none"
+    if job.data.mix is None:
+        return _of_job(job, job.data.path, job.data.dataset, roots, scattered=scattered)
+    sources = [
+        dataset(source["path"], source.get("format"))
+        if source.get("path") is not None
+        else returned_dataset(source["dataset"], roots, scattered=scattered)
+        for source in job.data.mix
+    ]
+    return with_tokenizer(mixed_index(sources), job.data.tokenizer)
 
 
 def held_out_data(job: Job, roots: Sequence[str | Path]) -> Index:

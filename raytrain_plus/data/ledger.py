@@ -1,6 +1,7 @@
 """The ledger's entries: a verifiable note of the rows that a shard contributed to a step. Pure.
 
-A row is identified by its file (relative to the data's path), its row group, and its place in that group. Its id is
+A row is identified by its file (relative to the data's path), its row group, and its place in that group. In a mix, the
+relative path begins with the number of the source and a slash. The id of a row is
 
     key = the first eight bytes, little-endian, of SHA-256 over the file's relative path in UTF-8
     id  = splitmix64(splitmix64(key + row group) + place)

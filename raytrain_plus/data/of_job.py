@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raytrain_plus.data.images import DecodeImages
+from raytrain_plus.data.mixed_order import AnyOrder, MixedOrder
 from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_epochs
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.tokens import Tokenized
@@ -12,12 +15,29 @@ from raytrain_plus.job.settings import Job
 
 def data_paths(job: Job) -> dict[str, str]:
     """Return the data paths of a job by their settings; there are none if functions return its datasets."""
-    named = {"data.path": job.data.path, "evaluate.path": None if job.evaluate is None else job.evaluate.path}
-    return {key: path for key, path in named.items() if path is not None}
+    held_out = None if job.evaluate is None else job.evaluate.path
+    return {**training_paths(job), **({} if held_out is None else {"evaluate.path": held_out})}
 
 
-def sample_order_of(job: Job, data: Index) -> SampleOrder:
+def training_paths(job: Job) -> dict[str, str]:
+    """Return the paths of the training data of a job by their settings."""
+    mixed = {f"data.mix[{number}].path": source.get("path") for number, source in enumerate(job.data.mix or ())}
+    return {key: path for key, path in {"data.path": job.data.path, **mixed}.items() if path is not None}
+
+
+def sample_order_of(job: Job, data: Index) -> AnyOrder:
     """Return the sample order that the job trains on."""
+    if job.data.mix is not None:
+        assert job.steps is not None
+        return MixedOrder(
+            [source.unit_rows for source in data.sources],
+            [source["weight"] for source in job.data.mix],
+            shards=job.data.shards,
+            batch_size=job.data.batch_size,
+            seed=job.seed,
+            shuffle=job.data.shuffle,
+            steps=job.steps,
+        )
     return SampleOrder(
         data.unit_rows,
         shards=job.data.shards,
@@ -26,6 +46,45 @@ def sample_order_of(job: Job, data: Index) -> SampleOrder:
         shuffle=job.data.shuffle,
         steps=job.steps,
         epochs=job.epochs,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSource:
+    """One source of the mix that a job trains on."""
+
+    number: int
+    path: str
+    rows: int
+    weight: float
+    """Its weight as the job gives it."""
+    share: float
+    """Its share of the rows of all steps, of 1."""
+    epochs: float
+    """Epochs of this source that the steps of the job use."""
+
+    def line(self) -> str:
+        """Return a line of text for a person."""
+        rows = f"{self.rows:,} row{'s' * (self.rows != 1)}"
+        share = f"weight {self.weight:g}, {100 * self.share:.4g} % of each step"
+        return f"  source {self.number}, {self.path}: {rows}, {share}, {self.epochs:,.2f} epochs"
+
+
+def mixed_sources(job: Job, data: Index) -> tuple[MixedSource, ...]:
+    """Return the sources of the mix that the job trains on; none without a mix."""
+    order = sample_order_of(job, data)
+    if job.data.mix is None or not isinstance(order, MixedOrder):
+        return ()
+    return tuple(
+        MixedSource(
+            number,
+            source.named,
+            source.rows,
+            entry["weight"],
+            order.counts[number] / sum(order.counts),
+            order.epochs(number),
+        )
+        for number, (source, entry) in enumerate(zip(data.sources, job.data.mix, strict=True))
     )
 
 
@@ -59,9 +118,14 @@ def odd_sizes(job: Job, data: Index) -> list[str]:
     return [f"the last step has {last:,} rows, more than data.batch_size = {size:,}: {left}"]
 
 
-def read_factor_of(sample_order: SampleOrder, data: Index) -> float | None:
-    """Return how often a row group is read in epoch 0, on average; None for a dataset that is read by index."""
-    return read_factor(sample_order, len(data.unit_rows)) if data.items is None else None
+def read_factor_of(sample_order: AnyOrder, data: Index) -> float | None:
+    """Return how often a row group is read in epoch 0, on average; None for datasets that are read by index."""
+    found = [
+        (read_factor(order, len(source.unit_rows)), len(source.unit_rows))
+        for order, source in zip(sample_order.source_orders, data.sources or (data,), strict=True)
+        if source.items is None
+    ]
+    return sum(factor * units for factor, units in found) / sum(units for _, units in found) if found else None
 
 
 def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
@@ -74,7 +138,7 @@ def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows
     return _rows(job, data, evaluation_order_of(job, data), transform)
 
 
-def _rows(job: Job, data: Index, sample_order: SampleOrder, transform: Transform | None) -> Rows:
+def _rows(job: Job, data: Index, sample_order: AnyOrder, transform: Transform | None) -> Rows:
     return Rows(
         index=data,
         sample_order=sample_order,

@@ -19,8 +19,10 @@ from typing import Any
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
 from raytrain_plus.data.sample_order import SampleOrder
+from raytrain_plus.data.shard_rows import ShardRows
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
@@ -124,7 +126,7 @@ def cut_sizes(total: int, rows: int) -> list[int]:
     return sizes
 
 
-def microbatch_rows(sample_order: SampleOrder, microbatches: int) -> int:
+def microbatch_rows(sample_order: AnyOrder, microbatches: int) -> int:
     """Return the rows of a microbatch if a shard's part of a step is divided into `microbatches`."""
     return max(1, sample_order.per_shard // microbatches)
 
@@ -188,7 +190,7 @@ class Batches:
         `before` is the closed `Batches` that this replaces: its cached units are reused once its thread has ended.
         """
         self._rows = rows
-        self._sample_order: SampleOrder = rows.sample_order
+        self._sample_order: AnyOrder = rows.sample_order
         self._shards = tuple(sorted(shards))
         self._first_step = first_step
         self._microbatch_rows = microbatch_rows(self._sample_order, microbatches)
@@ -269,7 +271,7 @@ class Batches:
                 self._before.join()
                 self._before = None
             stream_starts = False
-            sources = {shard: _ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
+            sources = {shard: ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._sample_order, self._shards, self._first_step)
             step, many = self._first_step, 1
             while step < self._sample_order.steps:
@@ -284,7 +286,7 @@ class Batches:
                         return
                     read = next(upcoming)
                     self._next_read = read.number + 1
-                    sources[read.shard].add(self._read(read))
+                    sources[read.shard].add(self._read(read), read.source)
                 made: dict[int, dict[int, list[Microbatch]]] = {one: {} for one in steps}
                 for shard, source in sources.items():
                     if self._closing.is_set():
@@ -301,7 +303,7 @@ class Batches:
         finally:
             self._close_stream()
 
-    def _made(self, shard: int, source: _ShardRows, steps: range) -> dict[int, list[Microbatch]]:
+    def _made(self, shard: int, source: ShardRows, steps: range) -> dict[int, list[Microbatch]]:
         """Return the shard's microbatches of each of these steps."""
         at, table = source.at, source.take(steps)
         sizes = {step: cut_sizes(self._sample_order.rows_in_step(shard, step), self._microbatch_rows) for step in steps}
@@ -318,7 +320,7 @@ class Batches:
             begin += sum(own)
         return found
 
-    def _many(self, source: _ShardRows) -> int:
+    def _many(self, source: ShardRows) -> int:
         """Return how many steps to collate at once: several small ones take hardly longer than one."""
         if not collates_rows(self._collate):
             return 1
@@ -354,7 +356,8 @@ class Batches:
         upcoming = reads(self._sample_order, self._shards, self._first_step)
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
         if self._keep_units:
-            wanted = first_touches(wanted, frozenset(range(len(index.unit_rows))) - set(self._units))
+            lacking = frozenset(range(len(index.unit_rows))) - set(self._units)
+            wanted = first_touches(wanted, lacking, len(self._sample_order.source_orders))
         stream = self._make_stream(
             self._rows,
             grouped(wanted, self._bytes_of),
@@ -403,48 +406,10 @@ class Batches:
         return index.unit_bytes[row_range.unit] * share
 
 
-class _ShardRows:
-    """One shard's rows that have been read but not yet used."""
-
-    def __init__(self, sample_order: SampleOrder, shard: int, first_step: int) -> None:
-        self._sample_order = sample_order
-        self._shard = shard
-        self.at = first_step * sample_order.per_shard
-        """The position of the next row in the shard's own sequence."""
-        self.row_bytes = 0.0
-        """Bytes of a row, of those that came last."""
-        self._tables: list[pa.Table] = []
-        self._have = 0
-
-    def lacks(self, steps: range) -> bool:
-        return self._have < self._rows_in(steps)
-
-    def _rows_in(self, steps: range) -> int:
-        return sum(self._sample_order.rows_in_step(self._shard, step) for step in steps)
-
-    def add(self, table: pa.Table) -> None:
-        self.row_bytes = table.nbytes / max(1, table.num_rows)
-        self._tables.append(table)
-        self._have += table.num_rows
-
-    def take(self, steps: range) -> pa.Table:
-        wanted = self._rows_in(steps)
-        self._have -= wanted
-        self.at += wanted
-        parts = []
-        while wanted:
-            table = self._tables.pop(0)
-            parts.append(table.slice(0, wanted))
-            if table.num_rows > wanted:
-                self._tables.insert(0, table.slice(wanted))
-            wanted -= min(wanted, table.num_rows)
-        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
-
-
 class Counts:
     """Replace `Batches` in a worker whose stage needs no data: it knows how many rows the other workers read."""
 
-    def __init__(self, sample_order: SampleOrder, shards: Sequence[int], microbatches: int) -> None:
+    def __init__(self, sample_order: AnyOrder, shards: Sequence[int], microbatches: int) -> None:
         self._sample_order = sample_order
         self._shards = tuple(sorted(shards))
         self._microbatch_rows = microbatch_rows(sample_order, microbatches)
@@ -473,12 +438,13 @@ def _counted(sizes: Sequence[int]) -> list[Microbatch]:
 
 def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
     """Yield one shard's span of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
-    _, length = rows.sample_order.span(shard, 0)
+    [sample_order] = rows.sample_order.source_orders
+    _, length = sample_order.span(shard, 0)
     if not length:
         return
     pending: list[pa.Table] = []
     have = 0
-    for row_range in rows.sample_order.row_ranges_between(shard, 0, length):
+    for row_range in sample_order.row_ranges_between(shard, 0, length):
         table = rows.read(row_range)
         pending.append(table)
         have += table.num_rows

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from raytrain_plus.data.sample_order import SampleOrder
+from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.source import Index
 
 NAMED = 8
 """Maximum number of rows that are named."""
 
 
-def named_rows(data: Index, sample_order: SampleOrder, shard: int, start: int, rows: int) -> str:
+def named_rows(data: Index, sample_order: AnyOrder, shard: int, start: int, rows: int) -> str:
     """Return the names of `rows` rows of a shard's own sequence, from position `start` on.
 
     Rows are counted from 0 in each row group: "rows 4, 17 of a.parquet, row group 0".
@@ -24,9 +24,10 @@ def named_rows(data: Index, sample_order: SampleOrder, shard: int, start: int, r
         count = min(left, row_range.rows)
         places = range(row_range.start, row_range.start + count)
         listed = [place if order is None else int(order[place]) for place in places]
-        if data.items is not None:
-            listed = data.items.at(row_range.unit, np.array(listed)).tolist()
-            said.append(f"{'item' if count == 1 else 'items'} {', '.join(map(str, listed))} of {data.named}")
+        source, unit = data.owner(row_range.unit)
+        if source.items is not None:
+            listed = source.items.at(unit, np.array(listed)).tolist()
+            said.append(f"{'item' if count == 1 else 'items'} {', '.join(map(str, listed))} of {source.named}")
             left -= count
             continue
         said.append(f"{'row' if count == 1 else 'rows'} {', '.join(map(str, listed))} of {data.name(row_range.unit)}")
@@ -39,6 +40,7 @@ def named_row(data: Index, unit: int, row: int) -> str:
 
     A row of image files is named by its file, and one of a dataset that is read by index by its item.
     """
+    data, unit = data.owner(unit)
     if data.origin is not None and data.origin.format == "images":
         return data.origin.files[sum(data.unit_rows[:unit]) + row][0]
     if data.items is not None:

@@ -119,6 +119,24 @@ class SampleOrder:
             return self.per_shard
         return self.rows_before(shard, self._epochs) - step * self.per_shard
 
+    @property
+    def source_orders(self) -> tuple[SampleOrder, ...]:
+        """The orders that this one is mixed of: itself alone; see `data.mixed_order`."""
+        return (self,)
+
+    def used_before(self, shard: int, step: int, source: int = 0) -> int:
+        """Return the rows that the shard uses before `step`."""
+        last = min(step, self.steps) - 1
+        return 0 if last < 0 else last * self.per_shard + self.rows_in_step(shard, last)
+
+    def step_of(self, shard: int, at: int, source: int = 0) -> int:
+        """Return the step in which the shard uses row `at` of its own sequence."""
+        return min(at // self.per_shard, self.steps - 1)
+
+    def source_ranges(self, source: int, shard: int, start: int, stop: int) -> tuple[RowRange, ...]:
+        """Return the rows [start, stop) of the shard's own sequence."""
+        return self.row_ranges_between(shard, start, stop)
+
     def row_ranges(self, shard: int, step: int) -> tuple[RowRange, ...]:
         """Return the shard's rows of `step`, in order."""
         start = step * self.per_shard

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from raytrain_plus.data.convert.image_files import CLASSES
 from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.items import Items, changes_of
 from raytrain_plus.data.ledger import ROW_ID, row_ids
+from raytrain_plus.data.one_table import check_one_table
 from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
 from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, first_line
-from raytrain_plus.job.settings import Format
+from raytrain_plus.job.setting_types import Format
 
 _CHECKSUM_FAILED = "CRC checksum verification failed"
 """Part of Arrow's message; Arrow has no error type for it."""
@@ -88,6 +89,10 @@ class Index:
     """A dataset that is read by index, if it is one: its blocks are the row groups of one file, which is on no disk."""
     tokenizer: TokenizerFile | None = field(default=None, compare=False)
     """What makes tokens of the text in the rows; its path differs from node to node, if at all."""
+    prefix: str = field(default="", compare=False)
+    """What precedes the names of its files in the ids of its rows: `3/` for source 3 of a mix."""
+    sources: tuple[Index, ...] = field(default=(), compare=False)
+    """The sources of a mix; see `data.mixed_index`."""
 
     @property
     def named(self) -> str:
@@ -107,6 +112,7 @@ class Index:
             **({} if self.origin is None else {"converted_from": self.origin.path}),
             **({} if self.items is None else {"dataset": self.items.to_json()}),
             **({} if self.tokenizer is None else {"tokenizer_sha256": self.tokenizer.sha256}),
+            **({"sources": [_without_files(source) for source in self.sources]} if self.sources else {}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -118,14 +124,27 @@ class Index:
     @property
     def on_disk(self) -> list[Path]:
         """The files."""
+        if self.sources:
+            return [file for source in self.sources for file in source.on_disk]
         return [] if self.items is not None else [self.file(number) for number in range(len(self.files))]
 
     def file(self, number: int) -> Path:
         """Return the path of file `number`."""
         return Path(self.root, self.files[number])
 
+    def owner(self, unit: int) -> tuple[Index, int]:
+        """Return the source of a mix that a unit belongs to, and the unit's number there; else this index itself."""
+        for source in self.sources:
+            if unit < len(source.unit_rows):
+                return source, unit
+            unit -= len(source.unit_rows)
+        return self, unit
+
     def name(self, unit: int) -> str:
         """Return the name of a unit for messages: its file's path and its row group."""
+        if self.sources:
+            source, unit = self.owner(unit)
+            return source.name(unit)
         if self.items is not None:
             return f"{self.path}, block {unit}"
         return f"{self.file(self.unit_file[unit])}, row group {self.unit_group[unit]}"
@@ -158,7 +177,7 @@ def index(path: str | Path) -> Index:
             entry = metadata.row_group(group)
             if entry.num_rows:
                 units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
-    _check_one_table(files, schemas)
+    check_one_table([str(file) for file in files], schemas)
     if ROW_ID in schemas[0].names:
         raise DataError(
             f"has a column '{ROW_ID}', a name reserved by raytrain_plus", where=str(base), remedy="rename the column"
@@ -223,11 +242,38 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
+    if "sources" in now or "sources" in then:
+        return found + _differences_of_mixes(now, then)
     if "dataset" in now or "dataset" in then:
         both = "dataset" in now and "dataset" in then
         return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
-    here = {file["path"]: file for file in now["files"]}
-    there = {file["path"]: file for file in then["files"]}
+    return found + _differences_of_files(now["files"], then["files"])
+
+
+def _without_files(source: Index) -> dict[str, Any]:
+    """Return the description of a source of a mix, whose files are among the mix's."""
+    return {name: value for name, value in source.to_json().items() if name != "files"}
+
+
+def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    mine, theirs = now.get("sources"), then.get("sources")
+    if not isinstance(mine, list) or not isinstance(theirs, list) or len(mine) != len(theirs):
+        return ["data.mix has another number of sources"]
+    found = []
+    # Items that are read by index are no files.
+    indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
+    for number in sorted(indexed, key=int):
+        there = theirs[int(number)]
+        own = differences({**mine[int(number)], "files": []}, there if isinstance(there, Mapping) else {})
+        found += [f"source {number}: {difference}" for difference in own]
+    kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
+    return found + _differences_of_files(*kept)
+
+
+def _differences_of_files(now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    here = {file["path"]: file for file in now}
+    there = {file["path"]: file for file in then}
     found += [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
     found += [f"{path} is new" for path in sorted(here.keys() - there.keys())]
     for path in sorted(here.keys() & there.keys()):
@@ -260,6 +306,8 @@ def check_alike(seen: Index, held_out: Index) -> None:
 
 def class_names(data: Index) -> list[str]:
     """Return the classes of image files, in the order of their labels; none for other data."""
+    if data.sources:
+        return next(filter(None, map(class_names, data.sources)), [])
     if data.origin is None or data.origin.format != "images":
         return []
     names: list[str] = json.loads((pq.read_schema(data.file(0)).metadata or {}).get(CLASSES, b"[]"))
@@ -267,7 +315,9 @@ def class_names(data: Index) -> list[str]:
 
 
 def check_enough(data: Index, shards: int) -> None:
-    """Raise `DataError` if there are fewer rows than shards."""
+    """Raise `DataError` if there are fewer rows than shards, in the data or in a source of a mix."""
+    for source in data.sources:
+        check_enough(source, shards)
     if data.rows < shards:
         raise DataError(
             f"the data has {data.rows} rows, fewer than data.shards = {shards}",
@@ -282,6 +332,7 @@ def read_unit(data: Index, unit: int) -> pa.Table:
 
     Raises `DataChanged` if the file has changed since `data` was made, or is damaged; `DataError` if it cannot be read.
     """
+    data, unit = data.owner(unit)
     if data.items is not None:
         return read_places(data, unit, np.arange(data.unit_rows[unit]))
     number, group = data.unit_file[unit], data.unit_group[unit]
@@ -295,14 +346,15 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     check_unchanged(data, number)
     if table.num_rows != data.unit_rows[unit]:
         raise _damaged(data, unit, f"read {table.num_rows} rows, expected {data.unit_rows[unit]}")
-    ids = column_of(row_ids(data.files[number], group, table.num_rows))
+    ids = column_of(row_ids(data.prefix + data.files[number], group, table.num_rows))
     return table.replace_schema_metadata(None).append_column(ROW_ID, ids)
 
 
 def read_places(data: Index, unit: int, places: npt.NDArray[np.int64]) -> pa.Table:
     """Return some rows of a unit of a dataset that is read by index, with their ids; see `Items.rows`."""
+    data, unit = data.owner(unit)
     assert data.items is not None
-    ids = column_of(row_ids(data.path, unit, data.unit_rows[unit])[places])
+    ids = column_of(row_ids(data.prefix + data.path, unit, data.unit_rows[unit])[places])
     return data.items.rows(data.items.at(unit, places).tolist()).append_column(ROW_ID, ids)
 
 
@@ -311,8 +363,10 @@ def check_unchanged(data: Index, *numbers: int) -> None:
 
     Raises `DataChanged` if one has changed, `DataError` if one cannot be accessed.
     """
+    for source in data.sources:
+        check_unchanged(source)
     # Items are compared when they are read.
-    for number in numbers or range(len(data.files) if data.items is None else 0):
+    for number in numbers or range(len(data.files) if data.items is None and not data.sources else 0):
         file = data.file(number)
         try:
             change = change_of(file, data.file_sights[number], data.file_footers[number])
@@ -333,6 +387,8 @@ def check_restored(data: Index, first: Mapping[str, Any]) -> None:
 
     Raises `DataError` if the file has not been restored.
     """
+    for source in data.sources:
+        check_restored(source, first)
     if first["path"] != data.path or first["file"] not in data.files:
         return
     file = data.file(data.files.index(first["file"]))
@@ -418,32 +474,3 @@ def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
             where=str(file),
             remedy="rewrite it, or move it out of the folder",
         ) from error
-
-
-def _check_one_table(files: list[Path], schemas: list[pa.Schema]) -> None:
-    first = schemas[0]
-    differing = [number for number, schema in enumerate(schemas) if not schema.equals(first)]
-    if not differing:
-        return
-    number = differing[0]
-    other = schemas[number]
-    for name in dict.fromkeys([*first.names, *other.names]):
-        here = first.field(name).type if name in first.names else None
-        there = other.field(name).type if name in other.names else None
-        if here == there and first.field(name).nullable != other.field(name).nullable:
-            can, cannot = "can hold nulls", "cannot hold nulls"
-            spelled, expected = (can, cannot) if other.field(name).nullable else (cannot, can)
-            expected = f"a column that {expected}"
-            break
-        if here != there:
-            spelled = f"is {there}" if there is not None else "is missing"
-            expected = f"{here}" if here is not None else "no such column"
-            break
-    else:
-        name, spelled, expected = ", ".join(other.names), "are in another order", ", ".join(first.names)
-    raise DataError(
-        f"column '{name}' {spelled}; {len(differing)} of {len(files)} files differ from the first",
-        where=str(files[number]),
-        expected=f"{expected}, as in {files[0]}",
-        remedy="write all files with the same columns, in the same order",
-    )

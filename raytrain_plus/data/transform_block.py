@@ -16,9 +16,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.data.row_names import named_row
-from raytrain_plus.data.sample_order import RowRange, SampleOrder, mix
+from raytrain_plus.data.sample_order import RowRange, mix
 from raytrain_plus.data.source import Index, read_places, read_unit
 from raytrain_plus.errors import DataError, TrainingError
 
@@ -46,7 +47,7 @@ class Rows:
     """
 
     index: Index
-    sample_order: SampleOrder
+    sample_order: AnyOrder
     seed: int
     transform: Transform | None
     block_rows: int
@@ -60,7 +61,7 @@ class Rows:
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
-        if self.index.items is None:
+        if self.index.owner(row_range.unit)[0].items is None:
             return self.cut(read_unit(self.index, row_range.unit), row_range)
         permutation = self._permutation(row_range)
 

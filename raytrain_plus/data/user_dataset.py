@@ -22,8 +22,8 @@ from raytrain_plus.job.task_loader import load_function, reporting, trim_traceba
 
 Kind = Literal["indexed", "iterated", "ray"]
 """Read by index; read once from begin to end; a `ray.data.Dataset`."""
-_OPEN = 2
-"""Datasets that a process keeps open: the training rows and the held-out ones."""
+_OPEN = 17
+"""Datasets that a process keeps open: the sources of the largest mix, and the held-out rows."""
 _SEED = 0
 
 

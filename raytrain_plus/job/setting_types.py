@@ -9,6 +9,9 @@ from dataclasses import MISSING
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
+"""The formats of data."""
+
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
@@ -64,7 +67,8 @@ def spell_type(hint: Any) -> str:
     if origin is Mapping:
         return "a mapping with strings as keys"
     if origin is Sequence:
-        return "a list of integers" if get_args(hint) == (int,) else "a list of strings"
+        (entry,) = get_args(hint)
+        return {int: "a list of integers", str: "a list of strings"}.get(entry, "a list of mappings")
     words = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
     return {**words, type(None): "null", type: "a class"}[hint]
 

@@ -9,10 +9,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
-from raytrain_plus.job.setting_types import fields_of, fits, flatten, nested, plain, spell_type
+from raytrain_plus.job.setting_types import Format, fields_of, fits, flatten, nested, plain, spell_type
 from raytrain_plus.job.value_checks import check_values
-
-Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +18,8 @@ class Data:
     """Which rows to train on, and how to shuffle, batch and transform them."""
 
     path: str | None = None
-    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Give exactly one of `path`
-    and `dataset`.
+    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Give exactly one of `path`,
+    `dataset` and `mix`.
 
     In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
     `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
@@ -45,6 +43,14 @@ class Data:
     are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data; so is a
     `ray.data.Dataset`, on the driver's machine alone. Items that are mappings give batches that are mappings, tuples
     give tuples, and single values tensors.
+    """
+
+    mix: Sequence[Mapping[str, Any]] | None = None
+    """2 to 16 sources in fixed proportions, in place of `path`: a list of `{path: ..., weight: ...}`. Each may have a
+    `format`, and `dataset` in place of `path`.
+
+    Each shard takes rows in proportion to the weights, to within a few rows in any step. Each source has epochs of its
+    own, in which each of its rows is used once. All must have the same columns. Needs `steps`.
     """
 
     image_size: Sequence[int] | None = None
@@ -372,8 +378,8 @@ _SAME = (
     "task",
     "args",
     "seed",
-    *(f"data.{name}" for name in ("path", "dataset", "image_size", "batch_size", "shards", "shuffle")),
-    *(f"data.{name}" for name in ("transform", "collate", "tokenizer", "granule")),
+    *(f"data.{name}" for name in ("path", "dataset", "mix", "image_size", "batch_size")),
+    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -392,6 +398,7 @@ _BEFORE = {
     "data.image_size": None,
     "data.collate": None,
     "data.dataset": None,
+    "data.mix": None,
     "data.tokenizer": None,
     "compression": "none",
     "parallel.schedule": "1f1b",

@@ -32,7 +32,8 @@ def source_digests(job: Job, roots: Sequence[Path]) -> dict[str, str]:
     `roots`: the folders to import from. A module that cannot be found or read is left out.
     """
     held_out = None if job.evaluate is None else job.evaluate.dataset
-    functions = (job.data.transform, job.data.collate, job.data.dataset, held_out)
+    mixed = [source.get("dataset") for source in job.data.mix or ()]
+    functions = (job.data.transform, job.data.collate, job.data.dataset, *mixed, held_out)
     names = [spec.partition(":")[0] for spec in functions if spec is not None and ":" in spec]
     if isinstance(job.task, str):
         return module_digests([job.task.partition(":")[0], *names], roots)

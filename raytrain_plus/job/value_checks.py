@@ -6,10 +6,12 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from fractions import Fraction
+from typing import Any, get_args
 
 from raytrain_plus.credentials import REMEDY, credential_in
 from raytrain_plus.errors import InputError
+from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.address import SCHEMES, is_address
 
 
@@ -126,6 +128,75 @@ def _source(path: str | None, dataset: str | None) -> _Problem:
         return None
     given = "neither `path` nor `dataset` is given" if path is None else "both `path` and `dataset` are given"
     return given, "exactly one of them", ""
+
+
+def _training_source(path: str | None, dataset: str | None, mix: Sequence[Any] | None) -> _Problem:
+    named = {"`path`": path, "`dataset`": dataset, "`mix`": mix}
+    given = [name for name, value in named.items() if value is not None]
+    if len(given) == 1:
+        return None
+    if not given:
+        return "neither `path` nor `dataset` nor `mix` is given", "exactly one of them", ""
+    what = f"both {' and '.join(given)} are given" if len(given) == 2 else "`path`, `dataset` and `mix` are given"
+    return what, "exactly one of them", ""
+
+
+MOST_SOURCES = 16
+"""Maximum sources of `data.mix`."""
+LEAST_SHARE = Fraction(1, 10_000)
+"""Minimum share of a source in the rows: one place of the longest pattern; see `data.mixed_order`."""
+_OF_SOURCE = ("path", "dataset", "format", "weight")
+
+
+def _mix(mix: Sequence[Mapping[str, Any]] | None) -> _Problem:
+    if mix is None:
+        return None
+    if not 2 <= len(mix) <= MOST_SOURCES:
+        what = f"{len(mix)} source{'s' * (len(mix) != 1)} cannot be mixed"
+        return what, f"2 to {MOST_SOURCES} sources", "for a single one use data.path" if len(mix) == 1 else ""
+    for number, source in enumerate(mix):
+        if problem := _source_of_mix(source):
+            return f"source {number}: {problem[0]}", problem[1], problem[2]
+    weights = [Fraction(str(source["weight"])) for source in mix]
+    for number, weight in enumerate(weights):
+        if weight < LEAST_SHARE * sum(weights):
+            return f"source {number}: its weight is less than a ten-thousandth of all weights", "a larger weight", ""
+    return None
+
+
+def _source_of_mix(source: Mapping[str, Any]) -> _Problem:
+    """Return what is wrong with one source of a mix."""
+    for key in source:
+        if key not in _OF_SOURCE:
+            near = difflib.get_close_matches(key, _OF_SOURCE, 1)
+            remedy = f"did you mean '{near[0]}'?" if near else ""
+            return f"unknown setting '{key}'", f"one of {', '.join(_OF_SOURCE)}", remedy
+    path, dataset, form, weight = (source.get(key) for key in _OF_SOURCE)
+    for key, value in (("path", path), ("dataset", dataset)):
+        if value is not None and not isinstance(value, str):
+            return f"its {key} {value!r} is not allowed", "a string", ""
+    if problem := _source(path, dataset) or _reference(dataset):
+        return problem
+    if form is not None and (form not in get_args(Format) or dataset is not None):
+        what = f"its format {form!r} is not allowed"
+        return what, f"one of {', '.join(get_args(Format))}, for a path", ""
+    if weight is None:
+        return "its weight is missing", "a number above 0", ""
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not (0 < weight <= MOST):
+        return f"its weight {weight!r} is not allowed", f"a number above 0, at most {MOST:,}", ""
+    return None
+
+
+def _mixed_length(epochs: int | None, mix: Sequence[Any] | None) -> _Problem:
+    if epochs is None or mix is None:
+        return None
+    return "each source of data.mix has epochs of its own, so they are no length", "`steps` in place of `epochs`", ""
+
+
+def _mixed_format(form: str | None, mix: Sequence[Any] | None) -> _Problem:
+    if form is None or mix is None:
+        return None
+    return "each source of data.mix has a format of its own", "`format` in the sources of data.mix, or none", ""
 
 
 def _only_paths(value: str | None, dataset: str | None) -> _Problem:
@@ -280,7 +351,10 @@ def _trackers(names: Sequence[str]) -> _Problem:
 _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
-    (("data.path", "data.dataset"), _source),
+    (("data.path", "data.dataset", "data.mix"), _training_source),
+    (("data.mix",), _mix),
+    (("epochs", "data.mix"), _mixed_length),
+    (("data.format", "data.mix"), _mixed_format),
     (("data.dataset",), _reference),
     (("data.format", "data.dataset"), _only_paths),
     (("data.prepare", "data.dataset"), _only_paths),

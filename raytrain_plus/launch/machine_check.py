@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from raytrain_plus.controller.order import Order
+from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state
 from raytrain_plus.storage.probe import Probe, find_probe_fault, refusal
@@ -36,8 +37,9 @@ class Seen:
 def needs_of(order: Order, probe: Probe) -> Needs:
     """Return what each machine must see for this run."""
     files: dict[str, int] = {}
-    for index in (order.plan.index, order.plan.held_out):
-        if order.plan.job.data.prepare is not None or index is None:
+    datasets = [data for data in (order.plan.index, order.plan.held_out) if data is not None]
+    for index in (source for data in datasets for source in data.sources or (data,)):
+        if order.plan.job.data.prepare is not None:
             continue
         if index.origin is not None:
             # Each machine converts its own copy.
@@ -75,7 +77,7 @@ def check_seen(order: Order, machine: str, seen: Seen) -> None:
     if seen.data:
         raise InputError(
             f"the machine {machine} {seen.data}",
-            where="data.path" if job.evaluate is None else "data.path, evaluate.path",
+            where=", ".join(data_paths(job)),
             expected="the same files on all machines of the cluster",
             remedy="put the data on a shared file system, or set data.prepare to a function that makes it on each",
         )

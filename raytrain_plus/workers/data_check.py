@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_plus.data.dataset import again
+from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sight import Sight
 from raytrain_plus.data.source import Index, check_unchanged, differences, with_tokenizer
@@ -21,6 +22,9 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     Raises `DataChanged` if a file has changed since an earlier worker on this node first saw it, `DataError` if the
     data differs from the driver's.
     """
+    if expected.sources:
+        seen = mixed_index([same_data(plan, roots, source) for source in expected.sources])
+        return seen if expected.tokenizer is None else _same_tokenizer(seen, expected.tokenizer)
     # Not as the job names it: a path may be relative to the driver's working directory.
     if expected.items is None and (expected.origin is None or expected.origin.format is not None):
         prepare(plan.job.data.prepare, expected.named, roots)
@@ -30,8 +34,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
         check_unchanged(replace(expected, file_sights=first))
     seen = again(expected, roots)
     if expected.tokenizer is not None:
-        seen = with_tokenizer(seen, expected.tokenizer.path)
-        _check_tokenizer(seen.tokenizer, expected.tokenizer)
+        seen = _same_tokenizer(seen, expected.tokenizer)
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(
@@ -43,8 +46,10 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     return seen if first is None else replace(seen, file_sights=first)
 
 
-def _check_tokenizer(seen: TokenizerFile | None, expected: TokenizerFile) -> None:
-    """Raise `DataError` if this node has another tokenizer than the driver."""
+def _same_tokenizer(rows: Index, expected: TokenizerFile) -> Index:
+    """Return the index of the same rows with tokens. Raises `DataError` if the driver has another tokenizer."""
+    found = with_tokenizer(rows, expected.path)
+    seen = found.tokenizer
     if seen is None or seen.sha256 != expected.sha256:
         raise DataError(
             f"this node ({os.uname().nodename}) has a different tokenizer than the driver",
@@ -52,6 +57,7 @@ def _check_tokenizer(seen: TokenizerFile | None, expected: TokenizerFile) -> Non
             expected=f"a file with the SHA-256 {expected.sha256[:12]}" + (f", not {seen.sha256[:12]}" if seen else ""),
             remedy="put the same file there on every node, or name a shared folder",
         )
+    return found
 
 
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
@@ -66,4 +72,4 @@ def check_data(plan: Plan) -> None:
 
 
 def _datasets(plan: Plan) -> list[Index]:
-    return [seen for seen in (plan.index, plan.held_out) if seen is not None]
+    return [one for seen in (plan.index, plan.held_out) if seen is not None for one in seen.sources or (seen,)]

@@ -137,3 +137,29 @@ def test_unshuffled_rows_train_alike_by_index_and_from_files(tmp_path: Path, clu
         Run(of_dataset(tmp_path / "index", "indexed", shuffle="none")).finish(),
     ]
     assert len({result.state_sha256 for result in made}) == 1
+
+
+@SLOW
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mix_trains_alike_on_any_number_of_workers_through_a_kill(
+    tmp_path: Path, cluster: Cluster, size: int
+) -> None:
+    sources = [
+        {"path": str(write(tmp_path / "lines", "jsonl", rows(300, 2))), "weight": 2},
+        {"path": str(write(tmp_path / "table", "csv", rows(200, 3))), "weight": 1},
+        {"dataset": "sources:indexed", "weight": 0.5},
+    ]
+    data = Data(mix=sources, batch_size=48, shards=8)
+    alone = Run(job_of(tmp_path / "alone", "arrow", data=data)).finish()
+    run = Run(job_of(tmp_path / "many", "arrow", data=data, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
+    run.until_size(size)
+    run.until_step(20)
+    run.kill(run.members()[-1])
+    run.until_told("recovered")
+    result = run.finish()
+    assert (result.status, result.error) == ("finished", None)
+    assert (result.state_sha256, result.metrics) == (alone.state_sha256, alone.metrics)
+    for one in (alone, result):
+        found = audit(one.path)
+        assert found.clean, found.faults
+        assert {epoch.source for epoch in found.epochs} == {0, 1, 2}

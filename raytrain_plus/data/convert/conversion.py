@@ -32,7 +32,7 @@ from raytrain_plus.data.convert.tar_samples import TarSamples
 from raytrain_plus.data.convert.text_lines import TextLines
 from raytrain_plus.data.files import find_files, is_file, split_pattern
 from raytrain_plus.errors import DataError
-from raytrain_plus.job.settings import Format
+from raytrain_plus.job.setting_types import Format
 
 READERS: Mapping[Format, Callable[[], Records]] = {
     "jsonl": JsonLines,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytrain_plus.data.files import is_file, names_below
-from raytrain_plus.job.settings import Format
+from raytrain_plus.job.setting_types import Format
 
 PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffixes of compressed files, which follow those of the formats whose files are text -> pyarrow's names for them."""

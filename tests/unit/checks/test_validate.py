@@ -20,6 +20,7 @@ from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
 from raytrain_plus.checks import validate
+from raytrain_plus.checks.data_report import data_report
 from raytrain_plus.checks.trial import TryingHere, trying_apart
 from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
@@ -138,6 +139,28 @@ def test_steps_of_unusual_sizes_are_reported(tmp_path: Path) -> None:
     [found] = validate_job(whole, []).odd_sizes
     assert found.startswith("the last step has 20 rows, more than data.batch_size = 16: the rows left over are too few")
     assert validate_job(plain, []).odd_sizes == ()
+
+
+def test_the_sources_of_a_mix_are_listed(tmp_path: Path) -> None:
+    write(tmp_path / "held_out", "x")
+    for name in ("a", "b"):
+        write(tmp_path / name, "x")
+    mix = [{"path": str(tmp_path / "a"), "weight": 3}, {"path": str(tmp_path / "b"), "weight": 1}]
+    wished = replace(job(tmp_path), data=Data(mix=mix, batch_size=32), steps=4)
+    report = validate_job(wished, [])
+    assert [source.epochs for source in report.mix] == [4.8, 1.6]
+    lines = report.lines()
+    assert lines[3] == f"  source 0, {tmp_path / 'a'}: 20 rows, weight 3, 75 % of each step, 4.80 epochs"
+    assert lines[4] == f"  source 1, {tmp_path / 'b'}: 20 rows, weight 1, 25 % of each step, 1.60 epochs"
+    assert report.to_json()["mix"][1]["epochs"] == 1.6
+    reported = data_report(wished, [])
+    assert reported.lines()[1:3] == lines[3:5]
+    os.rename(tmp_path / "b", tmp_path / "c")
+    with pytest.raises(DataError, match="/b"):
+        validate_job(wished, [])
+    # Nothing to compare until it is made.
+    later = replace(wished, data=replace(wished.data, prepare="os:mkdir"))
+    assert validate_job(later, []).rows is None
 
 
 def test_arguments_that_the_task_does_not_take(tmp_path: Path) -> None:

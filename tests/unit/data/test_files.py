@@ -178,6 +178,6 @@ def test_the_audit_finds_the_same_files_by_code_of_its_own(
         found = find_files(folder.joinpath(*pattern))
     except DataError:
         found = None
-    then = {"files": [] if found is None else [{"path": name} for name in found.names]}
-    compare(folder.joinpath(*pattern), then, faults)
+    files = [] if found is None else [{"path": name} for name in found.names]
+    compare(folder.joinpath(*pattern), files, faults)
     assert [told for told in faults.found if "missing" in told or "new" in told] == []

@@ -31,6 +31,7 @@ GOOD = {
     "args": ["{}", "{width: 3}", "{a: {b: [1, 2.5, true, ~]}}", "{k: 'it''s'}", '{k: "\\t\\u00e9\\x41"}', "{'1': 1}"],
     "seed": ["0", "-1", "7", "18446744073709551616", "+3"],
     "data.path": ["data", "./data", "data/0.parquet", "'data'"],
+    "data.mix": ["~", "[{path: data, weight: 3}, {path: ./data, weight: 1.5, format: ~}]"],
     "data.prepare": ["~", "tests.unit.fuzz.tasks:prepare"],
     "data.batch_size": ["16", "64"],
     "data.shards": ["8", "4", "1", "2"],
@@ -71,7 +72,15 @@ GOOD = {
 }
 """Valid values of each setting, taken alone."""
 NEEDED = ("task", "data.path", "data.batch_size", "steps")
-SELDOM = ("epochs", "workers.gpus", "parallel.pipeline", "parallel.schedule", "parallel.microbatches", "reduction")
+SELDOM = (
+    "epochs",
+    "data.mix",
+    "workers.gpus",
+    "parallel.pipeline",
+    "parallel.schedule",
+    "parallel.microbatches",
+    "reduction",
+)
 """Settings that exclude many others."""
 TOGETHER = (
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", "evaluate.path"),
@@ -137,7 +146,9 @@ def made(seed: int) -> Made:
     chosen |= {key for key in SELDOM if draw.random() < 0.04}
     for together in TOGETHER:
         chosen |= set(together) if chosen & set(together) else set()
-    if draw.random() < 0.2:
+    if "data.mix" in chosen:
+        chosen -= {"data.path", "data.format"}
+    elif draw.random() < 0.2:
         chosen = chosen - {"steps"} | {"epochs"}
     keys = [key for key in GOOD if key in chosen]
     if draw.random() < 0.08:

@@ -21,6 +21,7 @@ task: examples.digits:Digits
 data: {path: data/digits, batch_size: 96, shards: 12}
 steps: 10
 """
+MIXED = GOOD.replace("path: data/digits", "mix: [{path: a, weight: 3}, {path: b, weight: 1}]")
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Job:
@@ -117,6 +118,33 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "elastic: {copy_every: 0}\n", [], "elastic.copy_every: 0"),
         (GOOD + "parallel: {microbatches: 3}\n", [], "parallel.microbatches: 3 does not divide the 8 rows"),
         (GOOD, ["data.dataset=a:b"], "data.path: both `path` and `dataset` are given"),
+        (GOOD, ["data.mix=[{path: a, weight: 1}, {path: b, weight: 1}]"], "data.path: both `path` and `mix` are given"),
+        (MIXED, ["data.dataset=a:b"], "data.path: both `dataset` and `mix` are given"),
+        (MIXED, ["data.path=a", "data.dataset=a:b"], "data.path=a: `path`, `dataset` and `mix` are given"),
+        (MIXED, ["data.mix=[]"], "data.mix=[]: 0 sources cannot be mixed\n  expected: 2 to 16 sources"),
+        (MIXED, ["data.mix=[{path: a, weight: 1}]"], "1 source cannot be mixed"),
+        (MIXED, [f"data.mix=[{', '.join(['{path: a, weight: 1}'] * 17)}]"], "17 sources cannot be mixed"),
+        (MIXED, ["data.mix=[a, b]"], "a list is not allowed\n  expected: a list of mappings or null"),
+        (MIXED, ["data.mix={path: a}"], "a dict is not allowed\n  expected: a list of mappings or null"),
+        (MIXED.replace("weight: 3", "wieght: 3"), [], "job.yaml:2:8 data.mix: source 0: unknown setting 'wieght'"),
+        (MIXED.replace("weight: 3", "wieght: 3"), [], "did you mean 'weight'?"),
+        (MIXED.replace("weight: 1", "weight: 0"), [], "data.mix: source 1: its weight 0 is not allowed"),
+        (MIXED.replace("weight: 1", "weight: .nan"), [], "source 1: its weight nan is not allowed"),
+        (MIXED.replace("weight: 1", "weight: true"), [], "source 1: its weight True is not allowed"),
+        (MIXED.replace("weight: 1", "weight: '1'"), [], "source 1: its weight '1' is not allowed"),
+        (MIXED.replace("weight: 1", "weight: .inf"), [], "source 1: its weight inf is not allowed"),
+        (MIXED.replace(", weight: 1", ""), [], "source 1: its weight is missing"),
+        (MIXED.replace("weight: 1", "weight: 1e-4"), [], "source 1: its weight is less than a ten-thousandth of all"),
+        (MIXED.replace("path: b, ", ""), [], "source 1: neither `path` nor `dataset` is given"),
+        (MIXED.replace("path: b", "path: 7"), [], "source 1: its path 7 is not allowed\n  expected: a string"),
+        (MIXED.replace("path: b", "path: b, dataset: a:b"), [], "source 1: both `path` and `dataset` are given"),
+        (MIXED.replace("path: b", "dataset: ab"), [], "source 1: 'ab' is not an import path"),
+        (MIXED.replace("path: b", "path: b, format: cvs"), [], "source 1: its format 'cvs' is not allowed"),
+        (MIXED.replace("path: b", "path: b, format: [csv]"), [], "source 1: its format ['csv'] is not allowed"),
+        (MIXED.replace("path: b", "dataset: a:b, format: csv"), [], "its format 'csv' is not allowed"),
+        (MIXED.replace("path: b", "path: 's3://k:s@b/x'"), [], "the address contains a credential"),
+        (MIXED.replace("steps: 10", "epochs: 2"), [], "each source of data.mix has epochs of its own"),
+        (MIXED, ["data.format=csv"], "data.format=csv: each source of data.mix has a format of its own"),
         (GOOD.replace("path: data/digits", "dataset: a:b, format: csv"), [], "data.format: it is for data at a path"),
         (GOOD.replace("path: data/digits", "dataset: a:b, prepare: a:p"), [], "data.prepare: it is for data at a path"),
         (GOOD.replace("path: data/digits", "dataset: ab"), [], "data.dataset: 'ab' is not an import path"),
@@ -332,12 +360,15 @@ def test_schedules_with_two_chunks_are_those_of_the_layout() -> None:
 def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:
     groups = {key.partition(".")[0] for key in FREE} | {key.rpartition(".")[0] for key in KEPT | FREE} - {""}
     settings = {key for key, _ in flatten(load(tmp_path, GOOD))} - groups
-    # Two are kept in the same way, in place of others.
-    assert settings - {"epochs", "data.dataset"} <= set(KEPT | FREE)
+    # Three are kept in the same way, in place of others.
+    assert settings - {"epochs", "data.dataset", "data.mix"} <= set(KEPT | FREE)
     by_epochs = GOOD.replace("steps: 10", "epochs: 2")
     assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
     returned = GOOD.replace("path: data/digits", "dataset: a:b")
     assert load(tmp_path, returned, "data.dataset=a:c").same_as(load(tmp_path, returned).to_yaml()) == ["data.dataset"]
+    other = load(tmp_path, MIXED, "data.mix=[{path: a, weight: 2}, {path: b, weight: 1}]")
+    assert other.same_as(load(tmp_path, MIXED).to_yaml()) == ["data.mix"]
+    assert load(tmp_path, MIXED).same_as(load(tmp_path, MIXED).to_yaml()) == []
 
 
 @given(st.data())
