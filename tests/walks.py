@@ -176,6 +176,7 @@ WALKS = {
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
             Step("python -m tests.benchmarks.conversion", r"s by Ray Data with its start"),
+            Step("python -m tests.benchmarks.images", r"data\.dataset +[\d.]+ steps/s"),
             Step(
                 "python -m tests.benchmarks.recovery --only stages,stages_spare,repartition,repartition_two --kills 10",
                 r"4 stages to 2",
