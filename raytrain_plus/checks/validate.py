@@ -146,8 +146,8 @@ class Report:
                     f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row "
                     "groups"
                 )
-            if self.read_factor is not None and self.read_factor > FACTOR_WARNING:
-                said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
+                if self.read_factor > FACTOR_WARNING:
+                    said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
             said += self._checksum_lines()
         for size in self.sizes:
             replicas = f"{plural(size.replicas, 'replica')} of {plural(size.stages, 'stage')}, " * (

@@ -64,8 +64,7 @@ class DecodeImages:
                     image = whole.resize((self.width, self.height), pillow.Resampling.BILINEAR)
             except Exception as error:
                 # Pillow raises errors of many types for damaged files.
-                why = "it has no header that Pillow knows" if _unknown(pillow, error) else first_line(error)
-                what = f"column '{name}' holds an image that cannot be decoded: {why}"
+                what = f"column '{name}' holds an image that cannot be decoded: {_why(pillow, error)}"
                 raise RowFault(row, what, f"replace the image, or remove the row; or column '{name}'") from error
             images[row] = np.asarray(image).transpose(2, 0, 1)
         return images
@@ -91,11 +90,9 @@ def header_fault(encoded: bytes) -> str:
     pillow = load_pillow()
     try:
         pillow.open(io.BytesIO(encoded)).close()
-    except pillow.UnidentifiedImageError:
-        return "it has no header that Pillow knows"
     except Exception as error:
         # Pillow raises errors of many types for damaged files.
-        return first_line(error)
+        return _why(pillow, error)
     return ""
 
 
@@ -109,8 +106,11 @@ def _in_colour(pillow: Any, image: Any) -> Any:
     return image.convert("RGB")
 
 
-def _unknown(pillow: Any, error: Exception) -> bool:
-    return isinstance(error, pillow.UnidentifiedImageError)
+def _why(pillow: Any, error: Exception) -> str:
+    """Return in words why Pillow cannot read an image."""
+    # Its own words hold the address of an object.
+    unknown = isinstance(error, pillow.UnidentifiedImageError)
+    return "it has no header that Pillow knows" if unknown else first_line(error)
 
 
 def _is_bytes(kind: pa.DataType) -> bool:

@@ -38,7 +38,8 @@ class MetricSums:
     def add(self, shard: int, rows: int, metrics: Mapping[str, float], weight: float | None = None) -> None:
         """Add the means of a batch, which counts with `weight`, by default its rows.
 
-        Raises `TrainingError` if they have other names than those of other batches."""
+        Raises `TrainingError` if they have other names than those of other batches.
+        """
         if self.names is not None and sorted(metrics) != self.names:
             one, other = ", ".join(self.names) or "none", ", ".join(sorted(metrics)) or "none"
             raise TrainingError(f"evaluate returned different metrics for different batches: {one}, and {other}")

@@ -67,6 +67,26 @@ def job_of(tmp_path: Path, format_: str, shuffle: Literal["none", "rows"] = "row
     return job(tmp_path, **{**settings, **changes})
 
 
+def many(size: int) -> dict[str, Any]:
+    """Return the settings of a run that grows to so many workers, and lasts until one of them is killed."""
+    return {"workers": Workers(min=1, max=size), "args": {"pad_s": 0.01}}
+
+
+def check_alike_through_a_kill(of: Job, size: int, expected: Result) -> Result:
+    """Kill a worker of a run, and check that it ends with the expected bits and metrics, and a clean audit."""
+    run = Run(of)
+    run.until_size(size)
+    run.until_step(20)
+    run.kill(run.members()[-1])
+    run.until_told("recovered")
+    result = run.finish()
+    assert (result.status, result.error) == ("finished", None)
+    assert (result.state_sha256, result.metrics) == (expected.state_sha256, expected.metrics)
+    found = audit(result.path)
+    assert found.clean, found.faults
+    return result
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
     return Run(job_of(tmp_path_factory.mktemp("alone"), "arrow", workers=Workers(min=1))).finish()
@@ -82,16 +102,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
     ],
 )
 def test_every_format_trains_alike_through_a_kill(tmp_path: Path, alone: Result, format_: str, size: int) -> None:
-    run = Run(job_of(tmp_path, format_, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
-    run.until_size(size)
-    run.until_step(20)
-    run.kill(run.members()[-1])
-    run.until_told("recovered")
-    result = run.finish()
-    assert (result.status, result.error) == ("finished", None)
-    assert (result.state_sha256, result.metrics) == (alone.state_sha256, alone.metrics)
-    found = audit(result.path)
-    assert found.clean, found.faults
+    check_alike_through_a_kill(job_of(tmp_path, format_, **many(size)), size, alone)
 
 
 def of_dataset(tmp_path: Path, name: str, shuffle: Literal["none", "rows"] = "rows", **changes: Any) -> Job:
@@ -118,16 +129,7 @@ def test_every_kind_of_dataset_trains_alike_through_a_kill(
     tmp_path: Path, alone: Result, alone_by_index: Result, name: str, size: int
 ) -> None:
     expected = alone if name in ("iterated", "of_ray") else alone_by_index
-    run = Run(of_dataset(tmp_path, name, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
-    run.until_size(size)
-    run.until_step(20)
-    run.kill(run.members()[-1])
-    run.until_told("recovered")
-    result = run.finish()
-    assert (result.status, result.error) == ("finished", None)
-    assert (result.state_sha256, result.metrics) == (expected.state_sha256, expected.metrics)
-    found = audit(result.path)
-    assert found.clean, found.faults
+    check_alike_through_a_kill(of_dataset(tmp_path, name, **many(size)), size, expected)
 
 
 @SLOW
@@ -151,14 +153,7 @@ def test_a_mix_trains_alike_on_any_number_of_workers_through_a_kill(
     ]
     data = Data(mix=sources, batch_size=48, shards=8)
     alone = Run(job_of(tmp_path / "alone", "arrow", data=data)).finish()
-    run = Run(job_of(tmp_path / "many", "arrow", data=data, workers=Workers(min=1, max=size), args={"pad_s": 0.01}))
-    run.until_size(size)
-    run.until_step(20)
-    run.kill(run.members()[-1])
-    run.until_told("recovered")
-    result = run.finish()
-    assert (result.status, result.error) == ("finished", None)
-    assert (result.state_sha256, result.metrics) == (alone.state_sha256, alone.metrics)
+    result = check_alike_through_a_kill(job_of(tmp_path / "many", "arrow", data=data, **many(size)), size, alone)
     for one in (alone, result):
         found = audit(one.path)
         assert found.clean, found.faults

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
+from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import SCHEMA, Parts, ledger_table
@@ -75,7 +76,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     run = Path(job.storage) / job.name
     run.mkdir()
     (run / "job.yaml").write_text(job.to_yaml())
-    (run / "dataset.json").write_text(json.dumps(index(job.data.path).to_json()))
+    (run / "dataset.json").write_text(json.dumps(training_data(job, []).to_json()))
     record(run, generation, *range(len(notes)))
     written = Parts(LocalFolder(run))
     for step, of_step in enumerate(notes):

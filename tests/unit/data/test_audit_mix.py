@@ -20,13 +20,11 @@ from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger import NOTE, ROW_ID
 from raytrain_plus.data.mixed_order import apportioned, pattern_of
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.parts import Parts
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
-from raytrain_plus.storage.local import LocalFolder
-from tests.unit.data.test_audit import doubled_row, lost_row, lost_step, other_rows, record, swapped, write_data
+from tests.unit.data.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 
 
 def job_of(folder: Path, weights: list[float], *, steps: int, shards: int = 4, batch: int = 12, **data: object) -> Job:
@@ -49,21 +47,6 @@ def notes_of(job: Job) -> list[np.ndarray]:
                 ids = sum(batch.ids for batch in batches) % 2**64
                 made[step][shard] = (batches[0].start, count, ids, count, 0.0)
     return made
-
-
-def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished") -> Path:
-    run = Path(job.storage) / job.name
-    run.mkdir()
-    (run / "job.yaml").write_text(job.to_yaml())
-    (run / "dataset.json").write_text(json.dumps(training_data(job, []).to_json()))
-    record(run, 0, *range(len(notes)))
-    written = Parts(LocalFolder(run))
-    for step, of_step in enumerate(notes):
-        written.add(0, step, of_step.tobytes())
-    written.close()
-    if status is not None:
-        (run / "result.json").write_text(json.dumps({"status": status, "steps": len(notes)}))
-    return run
 
 
 @pytest.fixture
