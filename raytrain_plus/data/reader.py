@@ -1,7 +1,7 @@
 """Prepare a worker's batches before the steps need them.
 
 A thread reads, divides and collates the rows of the next steps. Rows come from memory if whole units are kept, or from
-the stream if it is ahead. Otherwise they are read directly: while the stream starts, has fallen behind, or has ended.
+the stream. Otherwise they are read directly: while the stream starts, if it does not answer, or once it has ended.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ LOOK_S = 0.02
 """Seconds between two calls of `check` while `get` waits for a step's batches."""
 STREAM_S = 5.0
 """Maximum seconds that a read waits for a running stream before it is read directly, so that no step hangs on it."""
+NEVER = -2
+"""Less than any number of a read that a stream may have delivered."""
 JOIN_S = 5.0
 """Maximum seconds to wait for the thread of the replaced `Batches`; a thread stuck in a read is abandoned."""
 
@@ -158,15 +160,17 @@ def _collated(table: pa.Table, collate: Collate) -> Any:
         raise TrainingError(f"cannot collate the rows into a batch: {error}", trace) from None
 
 
-def from_stream(number: int, delivered: int, ended: bool) -> bool:
+def from_stream(number: int, *, began: bool, delivered: int, ended: bool, silent_at: int) -> bool:
     """Return whether to wait for read `number` from a stream that has delivered all reads up to `delivered`.
 
-    False before the first delivery and while the stream is behind: reading directly is faster then, and the stream
-    drops the reads that were passed and catches up. It has caught up when the next read that it owes is the wanted one.
+    False before its first execution has `began`: reading directly is faster than starting Ray Data. From then on, to
+    read directly what it works on would do the same work twice, and the reader would stay ahead of it. A stream that
+    kept a read waiting for `STREAM_S` when it had delivered those up to `silent_at` is trusted again when it delivers
+    more.
     """
-    if ended:
+    if ended or delivered >= number:
         return delivered >= number
-    return delivered >= 0 and number - 1 <= delivered
+    return began and delivered != silent_at
 
 
 class Batches:
@@ -206,6 +210,8 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
+        self._silent_at: int = NEVER
+        """What the stream had delivered when a read waited for it in vain."""
         self.failed: tuple[int, int] | None = None
         """The step and shard whose rows could not be collated."""
         self.streamed_reads = 0
@@ -373,15 +379,23 @@ class Batches:
         if self._keep_units:
             return self._rows.cut(self._unit(read), read.row_range)
         stream = self._stream
-        if stream is not None and from_stream(read.number, stream.delivered, stream.ended):
+        if stream is not None and self._waits_for(stream, read.number):
             table = stream.take(read.number, STREAM_S)
             if table is not None:
                 self.streamed_reads += 1
                 return table
+            if stream.delivered < read.number:
+                self._silent_at = stream.delivered
         elif stream is not None:
             stream.pass_by(read.number)
         self.direct_reads += 1
         return self._rows.read(read.row_range)
+
+    def _waits_for(self, stream: Any, number: int) -> bool:
+        delivered = stream.delivered
+        return from_stream(
+            number, began=stream.began, delivered=delivered, ended=stream.ended, silent_at=self._silent_at
+        )
 
     def _unit(self, read: Read) -> pa.Table:
         unit = read.row_range.unit

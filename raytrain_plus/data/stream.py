@@ -29,8 +29,10 @@ from raytrain_plus.errors import DataError, TaskError
 
 TASKS_AT_ONCE = 2
 """Maximum concurrent read tasks of one worker."""
-HORIZON = 16
+HORIZON = 64
 """Read tasks in one Ray Data execution; the next execution starts when all rows of this one have arrived."""
+BLOCK_BYTES = 4 << 20
+"""Bytes of rows that a read task hands over at once."""
 STARTUP_S = 1.0
 """Assumed seconds from an execution's start to its first rows, until one has been measured."""
 OBJECT_STORE_BYTES = 256 << 20
@@ -119,7 +121,9 @@ class Stream:
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self.delivered = -1
-        """The highest number of a read that has arrived."""
+        """The highest number of a read that has arrived, or will not because an execution began after it."""
+        self.began = False
+        """Whether an execution works on the reads after `delivered`."""
         self.ended = False
         """Whether no more reads will arrive: all were delivered, or an error ended the stream."""
 
@@ -166,7 +170,7 @@ class Stream:
                 groups = list(itertools.islice(ahead, HORIZON))
                 if not groups:
                     return
-                self._skip_to(groups[0][0].number)
+                self._begin_at(groups[0][0].number)
                 self._execute(groups)
         except Exception:
             if not self._closing:
@@ -184,12 +188,12 @@ class Stream:
         rate = (self._consumed_to - self._began_at) / max(time.monotonic() - self._began, 0.001)
         return self._consumed_to + round(rate * self._startup_s)
 
-    def _skip_to(self, number: int) -> None:
-        """Skip the reads before `number`, so that no caller waits for them."""
+    def _begin_at(self, number: int) -> None:
+        """Let an execution begin with read `number`: no caller waits for those before it, which it skips."""
         with self._news:
-            if self.delivered >= 0:
-                self.delivered = max(self.delivered, number - 1)
-                self._news.notify_all()
+            self.delivered = max(self.delivered, number - 1)
+            self.began = True
+            self._news.notify_all()
 
     def _execute(self, groups: list[tuple[Read, ...]]) -> None:
         if self._sent is None:
@@ -207,6 +211,10 @@ class Stream:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.execution_options.preserve_order = True
+        # So that rows arrive soon, also if it takes a second to decode as many images.
+        context.target_max_block_size = BLOCK_BYTES
+        # It would measure the memory of each task every second, and nobody reads it.
+        context.memory_usage_poll_interval_s = None
         context.execution_options.resource_limits = ExecutionResources.for_limits(
             object_store_memory=OBJECT_STORE_BYTES
         )

@@ -16,7 +16,7 @@ import torch
 
 from raytrain_plus import Task
 from raytrain_plus.data.ledger import ROW_ID, row_ids
-from raytrain_plus.data.reader import Batches, Counts, cut, from_stream, held_out, held_out_counts
+from raytrain_plus.data.reader import NEVER, Batches, Counts, cut, from_stream, held_out, held_out_counts
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import index, read_unit
 from raytrain_plus.data.transform_block import Rows, Transform, without_ids
@@ -102,7 +102,7 @@ class ThreadStream:
         self, rows: Rows, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
     ) -> None:
         self.rows, self.groups, self.whole_units = rows, groups, whole_units
-        self.delivered, self.ended, self.tables = -1, False, {}
+        self.delivered, self.began, self.ended, self.tables = -1, True, False, {}
         self.news = threading.Condition()
 
     def start(self) -> None:
@@ -299,18 +299,39 @@ def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Pa
 
 
 @pytest.mark.parametrize(
-    ("number", "delivered", "ended", "expected"),
+    ("number", "began", "delivered", "ended", "silent_at", "expected"),
     [
-        (0, -1, False, False),  # nothing has come yet
-        (3, 5, False, True),  # it is here
-        (6, 5, False, True),  # it is the next to come
-        (7, 5, False, False),  # the stream is behind
-        (6, 5, True, False),  # nothing more comes
-        (5, 5, True, True),
+        (0, False, -1, False, NEVER, False),  # Ray Data starts
+        (0, True, -1, False, NEVER, True),  # it works on the first reads
+        (3, True, 5, False, NEVER, True),  # it is here
+        (6, True, 5, False, NEVER, True),  # it is the next to come
+        (9, True, 5, False, NEVER, True),  # it is being worked on: nobody does the same work twice
+        (9, True, 5, False, 5, False),  # a read has waited in vain
+        (3, True, 5, False, 5, True),
+        (9, True, 6, False, 5, True),  # it delivers again
+        (6, True, 5, True, NEVER, False),  # nothing more comes
+        (5, True, 5, True, NEVER, True),
     ],
 )
-def test_from_stream(number: int, delivered: int, ended: bool, expected: bool) -> None:
-    assert from_stream(number, delivered, ended) is expected
+def test_from_stream(number: int, began: bool, delivered: int, ended: bool, silent_at: int, expected: bool) -> None:
+    assert from_stream(number, began=began, delivered=delivered, ended=ended, silent_at=silent_at) is expected
+
+
+class SilentStream(ThreadStream):
+    """Deliver nothing."""
+
+    waits = 0
+
+    def start(self) -> None: ...
+
+    def take(self, number: int, timeout_s: float) -> None:
+        type(self).waits += 1
+
+
+def test_a_silent_stream_is_waited_for_once(folder: Path) -> None:
+    rows = rows_of(folder)
+    assert gather(rows, SilentStream)[0] == gather(rows)[0]
+    assert SilentStream.waits == 1
 
 
 def test_held_out_rows_are_used_once(folder: Path) -> None:

@@ -52,17 +52,21 @@ def test_a_read_that_arrived_is_taken_and_those_before_it_are_dropped() -> None:
 def test_take_does_not_wait_for_skipped_reads() -> None:
     made = stream()
     arrive(made, 0)
-    made._skip_to(5)
+    made._begin_at(5)
     # A wait for them would outlast the test's time limit.
     assert made.take(3, 1000) is None
     assert made.take(4, 1000) is None
     assert made.delivered == 4
 
 
-def test_a_stream_that_has_delivered_nothing_does_not_seem_to_be_ahead() -> None:
+def test_an_execution_owes_the_reads_from_its_first_on() -> None:
     made = stream()
-    made._skip_to(5)
-    assert made.delivered == -1
+    assert not made.began
+    made._begin_at(5)
+    assert (made.began, made.delivered) == (True, 4)
+    assert made.take(4, 1000) is None
+    arrive(made, 5)
+    assert made.take(5, 1000) is not None
 
 
 def test_take_returns_when_the_read_arrives_and_when_the_stream_closes() -> None:
