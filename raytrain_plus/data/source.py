@@ -327,19 +327,23 @@ def check_unchanged(data: Index, *numbers: int) -> None:
     for source in data.sources:
         check_unchanged(source)
     # Items are compared when they are read.
-    for number in numbers or range(len(data.files) if data.items is None and not data.sources else 0):
-        file = data.file(number)
+    of_all = range(len(data.files) if data.items is None and not data.sources else 0)
+    files = {data.file(number): number for number in numbers or of_all}
+
+    def change(file: Place) -> str:
         try:
-            change = change_of(file, data.file_sights[number], data.file_footers[number])
+            return change_of(file, data.file_sights[files[file]], data.file_footers[files[file]])
         except OSError as error:
-            raise DataError(f"cannot be accessed: {error.strerror or error}", where=str(file)) from error
-        if change:
+            raise DataError(f"cannot be accessed: {error.strerror or first_line(error)}", where=str(file)) from error
+
+    for file, found in zip(files, in_parallel(change, list(files)), strict=True):
+        if found:
             raise DataChanged(
-                f"the file changed while the run used it: {change}",
+                f"the file changed while the run used it: {found}",
                 where=f"{file} on {os.uname().nodename}",
                 remedy=f"restore {_as_it_was(file)} and resume the run, or start over with --fresh; do not change the "
                 "data while a run uses it",
-                first=_first_of(data, number),
+                first=_first_of(data, files[file]),
             )
 
 

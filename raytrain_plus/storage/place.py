@@ -164,7 +164,7 @@ class RemotePath:
         return RemotePath(self.store, parts, self.settings)
 
     def _opened(self) -> tuple[fs.FileSystem, str]:
-        system, top = _system(f"{self.store}{self.settings}")
+        system, top = _system(f"{self.store}/{self.settings}")
         return system, "/".join([top, *self.parts])
 
 
@@ -214,7 +214,8 @@ def spelled(place: Place) -> str:
 
 def in_parallel(act: Callable[[Item], T], items: Sequence[Item]) -> Iterator[T]:
     """Yield what `act` returns for each item, in order: remote files are asked for several at a time."""
-    if not any(isinstance(item, RemotePath) for item in items):
+    # A thread for a single file would only cost time.
+    if len(items) == 1 or not any(isinstance(item, RemotePath) for item in items):
         yield from map(act, items)
         return
     with ThreadPoolExecutor(REQUESTS, thread_name_prefix="remote-data") as pool:
