@@ -406,6 +406,8 @@ def _unreadable(data: Index, unit: int, error: Exception) -> DataError:
         return _damaged(data, unit, "the page checksum does not match", _damaged_column(data, unit))
     if isinstance(error, StorageError):
         remedy = "run again when the store can be reached"
+    elif isinstance(error, PermissionError):
+        remedy = "allow this machine to read it"
     else:
         remedy = "rewrite the file, or remove it"
     return DataError(f"cannot be read: {first_line(error)}", where=data.name(unit), remedy=remedy)
@@ -452,7 +454,8 @@ def _looked_at(file: Place) -> tuple[Sight, pq.FileMetaData, bytes]:
             return sight, pq.read_metadata(pa.BufferReader(end)), end[:-8]
         return sight_of(file), pq.read_metadata(file), footer_of(file)
     except PermissionError as error:
-        raise DataError("cannot be read: permission denied", where=str(file)) from error
+        said = "permission denied" if isinstance(file, Path) else first_line(error)
+        raise DataError(f"cannot be read: {said}", where=str(file)) from error
     except StorageError as error:
         raise DataError(
             f"cannot be read: {error}", where=str(file), remedy="run again when the store can be reached"

@@ -32,9 +32,8 @@ Item = TypeVar("Item")
 REQUESTS = 16
 """Requests to a store at the same time: each is a round trip."""
 _SETTINGS = re.compile(r"\?(?=[A-Za-z_]\w*=)")
-_PERMANENT = re.compile(
-    r"ACCESS_DENIED|NO_SUCH_|INVALID_ACCESS_KEY|SIGNATURE|HTTP status 40[0134]|CRC checksum|thrift|end of stream", re.I
-)
+_REFUSED = re.compile(r"ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|HTTP status 40[13]", re.I)
+_PERMANENT = re.compile(r"NO_SUCH_|HTTP status 40[04]|CRC checksum|thrift|end of stream", re.I)
 """Parts of pyarrow's messages for what a second attempt does not change; it has no error types for them."""
 
 
@@ -61,8 +60,8 @@ class _Permanent(Exception):
 class RemotePath:
     """A file, folder or pattern in remote storage; it need not exist. Its names and operators are those of `Path`.
 
-    Methods that ask the store retry failures that may pass. They raise `FileNotFoundError` or another `OSError`, which
-    is a `StorageError` after the last attempt.
+    Methods that ask the store retry failures that may pass. They raise `FileNotFoundError`, `PermissionError` or
+    another `OSError`, which is a `StorageError` after the last attempt.
     """
 
     store: str
@@ -251,6 +250,8 @@ def _tried(ask: Callable[[], T]) -> T:
         except OSError as error:
             if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)):
                 raise _Permanent(error) from None
+            if _REFUSED.search(str(error)):
+                raise _Permanent(PermissionError(f"permission denied: {first_line(error)}")) from None
             if _PERMANENT.search(str(error)):
                 raise _Permanent(error) from None
             raise StorageError(first_line(error)) from None

@@ -251,9 +251,12 @@ def test_what_may_not_be_read_is_not_asked_for_again(tmp_path: Path, away: Folde
     data = index(through(proxy, away, "a.parquet"))
     proxy.refuse = lambda method, path: method == "GET"
     proxy.seen.clear()
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read") as caught:
         read_unit(data, 0)
-    assert len(proxy.seen) < 6
+    assert "tried" not in str(caught.value)
+    assert caught.value.remedy == "allow this machine to read it"
+    with pytest.raises(DataError, match="cannot be read: permission denied: "):
+        index(spelled(data.places[0]))
 
 
 @pytest.mark.parametrize("name", SOURCES)
