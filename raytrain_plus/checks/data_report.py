@@ -124,7 +124,7 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
             break
     seconds, factor = time.perf_counter() - start, read_factor_of(order, seen)
     table = pa.concat_tables(wanted)
-    files = seen.on_disk
+    files = seen.places
     return DataReport(
         path=seen.named,
         converted=None if seen.origin is None else seen.path,

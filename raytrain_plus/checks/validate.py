@@ -37,6 +37,7 @@ from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.storage.address import is_address
+from raytrain_plus.storage.place import place_of
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.training.layers import layers_of
 
@@ -262,12 +263,12 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         return Report(job.name, sizes, None, None, None, None, unformed)
     seen = training_data(job, search)
     check_enough(seen, job.data.shards)
-    files = seen.on_disk
+    files = seen.places
     if job.evaluate is not None and (job.evaluate.path is None or _is_made(job, job.evaluate.path)):
         held_out = held_out_data(job, search)
         check_enough(held_out, job.data.shards)
         check_alike(seen, held_out)
-        files += held_out.on_disk
+        files += held_out.places
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
     trial = None if trying is None else trying.result()
@@ -293,7 +294,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
 
 def _is_made(job: Job, path: str) -> bool:
     """Return whether the data at a path is there, or is to be there because nothing makes it."""
-    return job.data.prepare is None or data_exists(Path(path))
+    return job.data.prepare is None or data_exists(place_of(path))
 
 
 def _check_model(job: Job, task: Task) -> None:

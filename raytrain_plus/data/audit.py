@@ -30,6 +30,7 @@ from raytrain_plus.storage.address import split
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.place import place_of
 
 _DATASET = has.object_of(
     path=has.name,
@@ -234,9 +235,9 @@ def _compare(then: Mapping[str, Any], faults: Faults) -> None:
     sources = then.get("sources", ())
     for number, (source, files) in enumerate(zip(sources, files_by_source(then, len(sources)), strict=True)):
         if "dataset" not in source:
-            compare(Path(source["path"]), files, faults, f"{number}/")
+            compare(place_of(source["path"]), files, faults, f"{number}/")
     if not sources and "dataset" not in then:
-        compare(Path(then["path"]), then["files"], faults)
+        compare(place_of(then["path"]), then["files"], faults)
 
 
 def _status(run: Folder, faults: Faults) -> tuple[str, int | None]:

@@ -8,33 +8,74 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.errors import first_line
+from raytrain_plus.storage.place import Place, RemotePath, in_parallel
 
 
-def compare(data: Path, files: Iterable[Mapping[str, Any]], faults: Faults, prefix: str = "") -> None:
+def compare(data: Place, files: Iterable[Mapping[str, Any]], faults: Faults, prefix: str = "") -> None:
     """Report how the files differ from those that the run began with, whose names begin with `prefix`."""
     try:
-        now = _files_now(data)
+        now = _remote_files_now(data) if isinstance(data, RemotePath) else _files_now(data)
     except FileNotFoundError:
         faults.add(f"the dataset no longer exists: {data}")
         return
     except OSError as error:
-        faults.add(f"the dataset cannot be accessed: {error.strerror}: {data}")
+        faults.add(f"the dataset cannot be accessed: {error.strerror or first_line(error)}: {data}")
         return
     was = {file["path"].removeprefix(prefix): file for file in files}
     faults.add(*(f"{prefix}{name} is missing; the run began with it" for name in sorted(was.keys() - now.keys())))
     faults.add(*(f"{prefix}{name} is new; the run began without it" for name in sorted(now.keys() - was.keys())))
-    changes = {name: _changed(now[name], was[name]) for name in sorted(now.keys() & was.keys())}
-    faults.add(*(f"{prefix}{name} {change}" for name, change in changes.items() if change))
+    both = sorted(now.keys() & was.keys())
+    looked_at = in_parallel(_look, [now[name] for name in both])
+    changes = ((name, _changed(found, was[name])) for name, found in zip(both, looked_at, strict=True))
+    faults.add(*(f"{prefix}{name} {change}" for name, change in changes if change))
 
 
-def _files_now(data: Path) -> dict[str, Path]:
+def _remote_files_now(data: RemotePath) -> dict[str, Place]:
+    """Return the same for a remote path. Wildcards are matched against the names of everything below their folder.
+
+    A part with a wildcard that exists as it is spelled is taken literally.
+    """
+    entry = data.look()
+    if entry is not None and entry.is_file:
+        return {data.name: data}
+    if entry is not None:
+        below = {one.relative_to(data): one for one in data.listed(recursive=True) if one.entry and one.entry.is_file}
+        found = {name: one for name, one in below.items() if name.suffix == ".parquet" and not _ignored(name.parts)}
+        return {name.as_posix(): one for name, one in found.items()}
+    above = [*reversed(data.parents)]
+    number = next((n for n, one in enumerate((*above[1:], data)) if _wild(one.name) and one.look() is None), None)
+    if number is None:
+        raise FileNotFoundError(str(data))
+    root, pattern = above[number], data.parts[number:]
+    files = {one.relative_to(root): one for one in root.listed(recursive=True) if one.entry and one.entry.is_file}
+    return {name.as_posix(): one for name, one in files.items() if _fits(name.parts, pattern)}
+
+
+def _fits(names: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Return whether the parts of a whole relative name match a pattern."""
+    if not names or not pattern:
+        return not names and not pattern
+    if pattern[0] == "**":
+        deeper = len(names) > 1 and not _ignored(names[:1]) and _fits(names[1:], pattern)
+        return deeper or _fits(names, pattern[1:] or ["*"])
+    if not _wild(pattern[0]):
+        return names[0] == pattern[0] and _fits(names[1:], pattern[1:])
+    hidden = names[0][0] in "._" and pattern[0][0] != names[0][0]
+    return not hidden and fnmatch.fnmatchcase(names[0], pattern[0]) and _fits(names[1:], pattern[1:])
+
+
+def _wild(part: str) -> bool:
+    return bool(set("*?[") & set(part))
+
+
+def _files_now(data: Path) -> dict[str, Place]:
     """Return the files that a data path names, by their names in `dataset.json`."""
     root = data
     while not os.path.lexists(root) and any(set("*?[") & set(part) for part in root.parts):
@@ -76,25 +117,46 @@ def _matching(root: Path, pattern: Sequence[str]) -> set[Path]:
     return places
 
 
-def _changed(file: Path, then: Mapping[str, Any]) -> str:
-    """Describe how a file has changed since the run began; empty if it has not."""
+class _Looked(NamedTuple):
+    """What a file is now."""
+
+    fault: str
+    """Why it cannot be read; empty if it can."""
+    size: int = 0
+    footer_sha256: str = ""
+    row_groups: tuple[int, ...] = ()
+
+
+def _look(file: Place) -> _Looked:
+    def look(opened: pa.NativeFile) -> _Looked:
+        size = opened.size()
+        raw = _footer(opened, size)
+        metadata = pq.read_metadata(opened)
+        groups = tuple(metadata.row_group(number).num_rows for number in range(metadata.num_row_groups))
+        return _Looked("", size, hashlib.sha256(raw).hexdigest(), groups)
+
     try:
-        size, raw = file.stat().st_size, _footer(file)
-        metadata = pq.read_metadata(file)
+        if isinstance(file, RemotePath):
+            return file.read(look)
+        with pa.OSFile(str(file)) as opened:
+            return look(opened)
     except (OSError, pa.ArrowException) as error:
-        return f"cannot be read: {first_line(error)}"
-    if size != then["bytes"]:
-        return f"has changed: {size:,} bytes now, {then['bytes']:,} when the run began"
-    if hashlib.sha256(raw).hexdigest() != then["footer_sha256"]:
+        return _Looked(f"cannot be read: {first_line(error)}")
+
+
+def _changed(now: _Looked, then: Mapping[str, Any]) -> str:
+    """Describe how a file has changed since the run began; empty if it has not."""
+    if now.fault:
+        return now.fault
+    if now.size != then["bytes"]:
+        return f"has changed: {now.size:,} bytes now, {then['bytes']:,} when the run began"
+    if now.footer_sha256 != then["footer_sha256"]:
         return "has changed: its footer differs"
-    groups = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
-    return "" if groups == then["row_groups"] else "has other row groups than dataset.json lists"
+    return "" if list(now.row_groups) == then["row_groups"] else "has other row groups than dataset.json lists"
 
 
-def _footer(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, size - 8))
-        length = int.from_bytes(stream.read(4), "little")
-        stream.seek(max(0, size - 8 - length))
-        return stream.read(length)
+def _footer(opened: pa.NativeFile, size: int) -> bytes:
+    end = opened.read_at(min(8, size), max(0, size - 8))
+    length = int.from_bytes(end[:4], "little")
+    begin = max(0, size - 8 - length)
+    return bytes(opened.read_at(min(length, size - begin), begin))

@@ -6,11 +6,12 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
 from raytrain_plus.data.convert.cache import default_cache
-from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, source_files
+from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, sizes_of, source_files
 from raytrain_plus.data.convert.formats import format_of, is_saved
 from raytrain_plus.data.convert.iterated import content_of, read_once
 from raytrain_plus.data.convert.parts import is_complete
@@ -25,15 +26,16 @@ from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job
 from raytrain_plus.observe.conversion_view import conversion_view, reading_view
+from raytrain_plus.storage.place import Place, place_of, spelled
 
 
-def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | None = None) -> Index:
-    """Return the index of the data at a path; convert it first if it is not Parquet, and say so on stderr.
+def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | None = None) -> Index:
+    """Return the index of the data at a path or an address; convert it first, and say so, if it is not Parquet.
 
     `format_`: None to recognise it by the names of the files. `cache`: the folder of converted data; None for the
     user's. Raises `DataError` for data that cannot be read.
     """
-    base = Path(path).absolute()
+    base = place_of(path)
     if not split_pattern(base)[1] and not data_exists(base):
         # Its error names what is there instead.
         return index(base)
@@ -48,8 +50,8 @@ def dataset(path: str | Path, format_: Format | None = None, *, cache: Path | No
     target = (cache or default_cache()) / folder_name(base, kind, files)
     if not is_complete(target):
         with conversion_view(sys.stderr, base.name, len(earlier(target)) > 0) as told:
-            target = converted(base, kind, told, target.parent)
-    origin = Origin(str(base), kind, tuple((str(file), file.stat().st_size) for file in files))
+            target = converted(base, kind, told, target.parent, partial(told, copying=True))
+    origin = Origin(spelled(base), kind, tuple(zip(map(spelled, files), sizes_of(files), strict=True)))
     return replace(index(target), origin=origin)
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
-import os
 import re
-import stat
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
+from raytrain_plus.data.tree import Tree, tree_of
 from raytrain_plus.errors import DataError
+from raytrain_plus.storage.place import Place, RemotePath
 
 _RECURSIVE = "**"
 """The part of a pattern that matches any number of folders, also none."""
@@ -21,95 +21,91 @@ _RECURSIVE = "**"
 class DataFiles:
     """The files that a data path names."""
 
-    root: Path
+    root: Place
     """The folder that `names` are relative to: as much of the path as has no wildcards, or the folder of a file."""
     names: tuple[str, ...]
     """Paths relative to `root`, sorted, with slashes."""
+    places: tuple[Place, ...]
+    """The same files, below `root`; remote ones with what a listing has said about them."""
 
 
-def find_files(path: Path, suffixes: Sequence[str] = (".parquet",), kind: str = "Parquet") -> DataFiles:
-    """Return the files that an absolute path names.
+def find_files(path: Place, suffixes: Sequence[str] = (".parquet",), kind: str = "Parquet") -> DataFiles:
+    """Return the files that an absolute path, or a remote one, names.
 
     That is the file itself; every file below a folder whose name ends in one of `suffixes`, which are those of that
     `kind`; or the files that match a pattern. Names with a leading . or _ are ignored, unless the pattern spells that
     character. Raises `DataError` if there are none, or a folder cannot be listed: a file that is overlooked would be a
     silent loss of rows.
     """
-    root, pattern = split_pattern(path)
+    tree = tree_of(path)
+    root, pattern = _split_pattern(tree, path)
     if pattern:
-        return DataFiles(root, _sorted(root, _matching_files(root, pattern)))
-    if is_file(path):
-        return DataFiles(path.parent, (path.name,))
-    if not data_exists(path):
-        raise _missing(path)
-    return DataFiles(path, _sorted(path, _files_below(path, suffixes, kind)))
+        return _found(tree, root, _matching_files(tree, root, pattern))
+    if tree.kind(path) == "file":
+        return _found(tree, path.parent, [path])
+    if tree.kind(path) is None:
+        raise _missing(tree, path)
+    return _found(tree, path, _files_below(tree, path, suffixes, kind))
 
 
-def names_below(folder: Path) -> list[str]:
+def names_below(folder: Place) -> list[str]:
     """Return the names of all files below a folder that are not hidden; none if it is no folder."""
-    return [file.name for file in _seen_below(folder)] if _is_folder(folder) else []
+    tree = tree_of(folder)
+    return [file.name for file in _seen_below(tree, folder)] if tree.kind(folder) == "folder" else []
 
 
-def split_pattern(path: Path) -> tuple[Path, tuple[str, ...]]:
+def split_pattern(path: Place) -> tuple[Place, tuple[str, ...]]:
     """Split a path before its first part with a wildcard (`*`, `?` or `[`); the second half is empty if it has none.
 
     A part that exists as it is spelled is taken literally, so a folder may be called `data[1]`.
     """
-    at = Path(path.anchor)
-    parts = path.relative_to(at).parts
+    return _split_pattern(tree_of(path), path)
+
+
+def _split_pattern(tree: Tree, path: Place) -> tuple[Place, tuple[str, ...]]:
+    at = path.parents[-1] if path.parents else path
+    parts = path.relative_to(at).parts  # type: ignore[arg-type]
     for number, part in enumerate(parts):
-        if _has_wildcard(part) and not data_exists(at / part):
+        if _has_wildcard(part) and tree.kind(at / part) is None:
             return at, parts[number:]
         at /= part
     return path, ()
 
 
-def data_exists(path: Path) -> bool:
+def data_exists(path: Place) -> bool:
     """Return whether anything is at `path`. Raises `DataError` if `path` cannot be accessed."""
-    return _mode(path) is not None
+    return tree_of(path).kind(path) is not None
 
 
-def is_file(path: Path) -> bool:
+def is_file(path: Place) -> bool:
     """Return whether a regular file is at `path`. Raises `DataError` if `path` cannot be accessed."""
-    mode = _mode(path)
-    return mode is not None and stat.S_ISREG(mode)
+    return tree_of(path).kind(path) == "file"
 
 
-def _mode(path: Path) -> int | None:
-    # `Path.exists` raises some errors and treats others as absence; which ones depends on Python's version.
-    try:
-        return path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise DataError(f"cannot be accessed: {reason}", where=str(path)) from error
+def _found(tree: Tree, root: Place, files: Sequence[Place]) -> DataFiles:
+    names = sorted({_below(file, root).as_posix() for file in files})
+    return DataFiles(root, tuple(names), tuple(tree.found(root / name) for name in names))
 
 
-def _is_folder(path: Path) -> bool:
-    mode = _mode(path)
-    return mode is not None and stat.S_ISDIR(mode)
+def _below(path: Place, root: Place) -> PurePath:
+    return path.relative_to(root)  # type: ignore[arg-type]
 
 
-def _sorted(root: Path, files: Sequence[Path]) -> tuple[str, ...]:
-    return tuple(sorted({file.relative_to(root).as_posix() for file in files}))
+def _missing(tree: Tree, path: Place) -> DataError:
+    parent = next((parent for parent in path.parents if tree.kind(parent) is not None), None)
+    if not isinstance(path, RemotePath):
+        how = f"create it, correct the path ({parent} exists), or set data.prepare to a function that writes it"
+    else:
+        how = f"correct the address ({f'{parent} exists' if parent else f'{path.store} does not exist'})"
+    return DataError("there is no such file or folder", where=str(path), remedy=how)
 
 
-def _missing(path: Path) -> DataError:
-    parent = next(parent for parent in path.parents if data_exists(parent))
-    return DataError(
-        "there is no such file or folder",
-        where=str(path),
-        remedy=f"create it, correct the path ({parent} exists), or set data.prepare to a function that writes it",
-    )
+def _seen_below(tree: Tree, folder: Place) -> list[Place]:
+    return [file for file in tree.walk(folder) if not _hidden(_below(file, folder))]
 
 
-def _seen_below(folder: Path) -> list[Path]:
-    return [file for file in _walk(folder) if is_file(file) and not _hidden(file.relative_to(folder))]
-
-
-def _files_below(folder: Path, suffixes: Sequence[str], kind: str) -> list[Path]:
-    seen = _seen_below(folder)
+def _files_below(tree: Tree, folder: Place, suffixes: Sequence[str], kind: str) -> list[Place]:
+    seen = _seen_below(tree, folder)
     files = [file for file in seen if file.name.lower().endswith(tuple(suffixes))]
     if not files:
         kinds = Counter(file.suffix or "without an extension" for file in seen)
@@ -122,31 +118,22 @@ def _files_below(folder: Path, suffixes: Sequence[str], kind: str) -> list[Path]
     return files
 
 
-def _walk(base: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(base, onerror=_refuse_to_list):
-        yield from (Path(folder) / name for name in names)
-
-
-def _refuse_to_list(error: OSError) -> None:
-    raise DataError(f"cannot be listed: {error.strerror}", where=str(error.filename)) from error
-
-
-def _hidden(relative: Path) -> bool:
+def _hidden(relative: PurePath) -> bool:
     return any(part.startswith((".", "_")) for part in relative.parts)
 
 
-def _matching_files(root: Path, pattern: Sequence[str]) -> list[Path]:
-    where = str(Path(root, *pattern))
+def _matching_files(tree: Tree, root: Place, pattern: Sequence[str]) -> list[Place]:
+    where = str(root.joinpath(*pattern))
     if ".." in pattern:
         raise DataError("'..' cannot follow a wildcard", where=where, remedy="write the path without '..'")
-    if not _is_folder(root):
+    if tree.kind(root) != "folder":
         raise DataError(
             f"no file matches this pattern: there is no folder {root}",
             where=where,
             remedy="create the folder, or correct the path",
         )
-    matches = list(_match(root, tuple(pattern)))
-    files = [path for path in matches if is_file(path)]
+    matches = list(_match(tree, root, tuple(pattern)))
+    files = [path for path in matches if tree.kind(path) == "file"]
     if not files:
         folders = len(set(matches))
         raise DataError(
@@ -159,41 +146,35 @@ def _matching_files(root: Path, pattern: Sequence[str]) -> list[Path]:
     return files
 
 
-def _match(folder: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
+def _match(tree: Tree, folder: Place, pattern: tuple[str, ...]) -> Iterator[Place]:
     """Yield what matches below `folder`: files and folders, some more than once."""
     if not pattern:
         yield folder
         return
     part, rest = pattern[0], pattern[1:]
     if part == _RECURSIVE:
-        yield from _match_any_folders(folder, rest)
+        yield from _match_any_folders(tree, folder, rest)
     elif not _has_wildcard(part):
-        if data_exists(folder / part):
-            yield from _match(folder / part, rest)
-    elif _is_folder(folder):
-        for name in _names_in(folder):
+        if tree.kind(folder / part) is not None:
+            yield from _match(tree, folder / part, rest)
+    elif tree.kind(folder) == "folder":
+        for name in tree.names(folder):
             if _fits(name, part):
-                yield from _match(folder / name, rest)
+                yield from _match(tree, folder / name, rest)
 
 
-def _match_any_folders(folder: Path, rest: tuple[str, ...]) -> Iterator[Path]:
-    if not _is_folder(folder):
+def _match_any_folders(tree: Tree, folder: Place, rest: tuple[str, ...]) -> Iterator[Place]:
+    if tree.kind(folder) != "folder":
         return
     # A trailing `**` means all files below.
     below = rest or ("*",)
-    yield from _match(folder, below)
-    for name in _names_in(folder):
+    yield from _match(tree, folder, below)
+    for name in tree.names(folder):
         path = folder / name
         # Links to folders are not followed, as below a folder: they can lead in a circle.
-        if _fits(name, "*") and _is_folder(path) and not path.is_symlink():
-            yield from _match_any_folders(path, below)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError as error:
-        raise DataError(f"cannot be listed: {error.strerror}", where=str(folder)) from error
+        linked = isinstance(path, Path) and path.is_symlink()
+        if _fits(name, "*") and tree.kind(path) == "folder" and not linked:
+            yield from _match_any_folders(tree, path, below)
 
 
 def _has_wildcard(part: str) -> bool:

@@ -8,12 +8,12 @@ A footer does not record this. Each page begins with a header in Thrift's compac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.errors import DataError
+from raytrain_plus.storage.place import Place, RemotePath, in_parallel
 
 HEADER_BYTES = 64
 """Bytes that are read of a page's header: the four numbers take less than half of them."""
@@ -50,25 +50,31 @@ def has_checksum(header: bytes) -> bool:
         raise ValueError("not a page header: it ends too early") from None
 
 
-def without_checksums(files: Sequence[Path]) -> tuple[Path, ...]:
+def without_checksums(files: Sequence[Place]) -> tuple[Place, ...]:
     """Return the files whose first data page has no checksum. Files without rows have no pages and are left out.
 
     Raises `DataError` if a file cannot be read.
     """
-    return tuple(file for file in files if not _first_page_has_one(file))
+    have = in_parallel(_first_page_has_one, files)
+    return tuple(file for file, has in zip(files, have, strict=True) if not has)
 
 
-def _first_page_has_one(file: Path) -> bool:
+def _first_page_has_one(file: Place) -> bool:
     try:
-        metadata = pq.read_metadata(file)
-        groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-        first = next((group for group in groups if group.num_rows and group.num_columns), None)
-        if first is None:
-            return True
-        with file.open("rb") as stream:
-            stream.seek(first.column(0).data_page_offset)
-            return has_checksum(stream.read(HEADER_BYTES))
+        if isinstance(file, RemotePath):
+            return file.read(_has_one)
+        with pa.OSFile(str(file)) as opened:
+            return _has_one(opened)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise DataError(
             f"cannot read the header of the first page: {error}", where=str(file), remedy="write the file again"
         ) from error
+
+
+def _has_one(opened: pa.NativeFile) -> bool:
+    metadata = pq.read_metadata(opened)
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    first = next((group for group in groups if group.num_rows and group.num_columns), None)
+    if first is None:
+        return True
+    return has_checksum(opened.read_at(HEADER_BYTES, first.column(0).data_page_offset))

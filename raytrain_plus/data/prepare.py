@@ -14,6 +14,7 @@ from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
+from raytrain_plus.storage.place import RemotePath, place_of
 
 LOCK_S = 3600.0
 """Maximum seconds to wait for another process of this node that prepares the same data."""
@@ -22,24 +23,33 @@ LOCK_S = 3600.0
 def check_preparable(job: Job, roots: Sequence[Path]) -> None:
     """Check the job's `data.prepare`, if it has one, without calling it.
 
-    Raises `TaskError` if the function cannot be imported, and `DataError` if a path is a pattern, which names no folder
-    to write to.
+    Raises `TaskError` if the function cannot be imported, and `DataError` if a path is an address or a pattern, which
+    name no folder to write to.
     """
     if job.data.prepare is not None:
         load_function(job.data.prepare, roots)
         for key, path in data_paths(job).items():
-            _refuse_pattern(Path(path).absolute(), f"{key}: {path}")
+            _local_folder(path, f"{key}: {path}")
 
 
-def _refuse_pattern(target: Path, where: str) -> None:
+def _local_folder(path: str | Path, where: str = "") -> Path:
+    """Return the path of the folder to write. Raises `DataError` if it is remote, or a pattern."""
+    target = place_of(path)
+    if isinstance(target, RemotePath):
+        raise DataError(
+            "data.prepare writes local folders, and cannot write to an address",
+            where=where or str(target),
+            remedy="write the data there beforehand and leave out data.prepare, or use the path of a folder",
+        )
     root, pattern = split_pattern(target)
     if pattern:
         raise DataError(
             "data.prepare writes a folder, and cannot write to a path with wildcards",
-            where=where,
+            where=where or str(target),
             expected="the path of a folder",
             remedy=f"use the folder itself, such as {root}, or leave out data.prepare",
         )
+    return target
 
 
 def prepare_data(job: Job, roots: Sequence[Path]) -> None:
@@ -58,10 +68,9 @@ def prepare(spec: str | None, path: str | Path, roots: Sequence[Path]) -> None:
     cannot be made, or `path` is a pattern, and `WaitExpired` if another process prepares the data for more than
     `LOCK_S`.
     """
-    target = Path(path).absolute()
-    if spec is None or data_exists(target):
+    if spec is None or data_exists(place_of(path)):
         return
-    _refuse_pattern(target, str(target))
+    target = _local_folder(path)
     function = load_function(spec, roots)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

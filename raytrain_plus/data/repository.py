@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 from raytrain_plus.data.files import find_files
 from raytrain_plus.errors import DataError
+from raytrain_plus.storage.place import Place
 
 _PART = re.compile(r"(?P<split>.+?)-\d{4,5}-of-\d{4,5}(-[0-9a-f]+)?\.parquet")
 """Such as `train-00000-of-00002.parquet`, with a hash in older repositories."""
 
 
-def only_split(folder: Path) -> Path:
+def only_split(folder: Place) -> Place:
     """Return the path of the only split in a folder: a file, or the pattern of its files.
 
     Raises `DataError` if there are several splits, or no Parquet files.

@@ -10,8 +10,9 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.convert.image_files import CLASSES
 from raytrain_plus.data.files import data_exists, find_files
-from raytrain_plus.data.items import Items, changes_of
+from raytrain_plus.data.items import Items
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.one_table import check_one_table
-from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
+from raytrain_plus.data.sight import Sight, change_of, footer_of, remote_end, sight_of
 from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
-from raytrain_plus.errors import DataChanged, DataError, first_line
+from raytrain_plus.errors import DataChanged, DataError, StorageError, first_line
 from raytrain_plus.job.setting_types import Format
+from raytrain_plus.storage.place import Place, RemotePath, in_parallel, place_of, spelled
 
 _CHECKSUM_FAILED = "CRC checksum verification failed"
 """Part of Arrow's message; Arrow has no error type for it."""
@@ -43,7 +45,7 @@ class Origin:
     """The source of converted data."""
 
     path: str
-    """The file, folder or pattern, absolute; or `module:function`, which returned a dataset."""
+    """The file, folder or pattern, absolute or an address; or `module:function`, which returned a dataset."""
     format: Format | None
     """None for a dataset that a function returned."""
     files: tuple[tuple[str, int], ...]
@@ -57,9 +59,9 @@ class Index:
     """The result of one pass over the footers. Units are numbered file by file, row group by row group."""
 
     path: str
-    """The file, folder or pattern, absolute; or `module:function`."""
+    """The file, folder or pattern, absolute or an address; or `module:function`."""
     root: str
-    """The folder that `files` are relative to."""
+    """The folder that `files` are relative to: a path or an address."""
     files: tuple[str, ...]
     """File names relative to `root`, sorted."""
     file_bytes: tuple[int, ...]
@@ -122,15 +124,15 @@ class Index:
         }
 
     @property
-    def on_disk(self) -> list[Path]:
+    def places(self) -> list[Place]:
         """The files."""
         if self.sources:
-            return [file for source in self.sources for file in source.on_disk]
+            return [file for source in self.sources for file in source.places]
         return [] if self.items is not None else [self.file(number) for number in range(len(self.files))]
 
-    def file(self, number: int) -> Path:
+    def file(self, number: int) -> Place:
         """Return the path of file `number`."""
-        return Path(self.root, self.files[number])
+        return place_of(self.root) / self.files[number]
 
     def owner(self, unit: int) -> tuple[Index, int]:
         """Return the source of a mix that a unit belongs to, and the unit's number there; else this index itself."""
@@ -150,21 +152,21 @@ class Index:
         return f"{self.file(self.unit_file[unit])}, row group {self.unit_group[unit]}"
 
 
-def index(path: str | Path) -> Index:
+def index(path: str | Place) -> Index:
     """Read the footers of the files that `path` names; see `find_files`.
 
     Raises `DataError` if there is nothing to read, a file cannot be read, or the files are not one table.
     """
-    base = Path(path).absolute()
+    base = place_of(path)
     found = find_files(base)
-    files = [found.root / name for name in found.names]
     digest = hashlib.sha256()
     schemas: list[pa.Schema] = []
     units: list[tuple[int, int, int, int]] = []
     marks: list[tuple[int, str, tuple[int, ...]]] = []
     sights: list[Sight] = []
-    for number, (name, file) in enumerate(zip(found.names, files, strict=True)):
-        sight, metadata, footer = _looked_at(file)
+    # Each is a round trip if the files are remote.
+    looked_at = in_parallel(_looked_at, found.places)
+    for number, (name, (sight, metadata, footer)) in enumerate(zip(found.names, looked_at, strict=True)):
         sights.append(sight)
         size = sight.size
         groups = tuple(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
@@ -177,19 +179,21 @@ def index(path: str | Path) -> Index:
             entry = metadata.row_group(group)
             if entry.num_rows:
                 units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
-    check_one_table([str(file) for file in files], schemas)
+    check_one_table([str(file) for file in found.places], schemas)
     if ROW_ID in schemas[0].names:
         raise DataError(
             f"has a column '{ROW_ID}', a name reserved by raytrain_plus", where=str(base), remedy="rename the column"
         )
     if not units:
         raise DataError(
-            f"0 rows in {len(files)} file{'s' * (len(files) > 1)}", where=str(base), expected="rows to train on"
+            f"0 rows in {len(found.names)} file{'s' * (len(found.names) > 1)}",
+            where=str(base),
+            expected="rows to train on",
         )
     columns = list(zip(*units, strict=True))
     return Index(
-        path=str(base),
-        root=str(found.root),
+        path=spelled(base),
+        root=spelled(found.root),
         files=found.names,
         file_bytes=tuple(size for size, _, _ in marks),
         file_footers=tuple(footer for _, footer, _ in marks),
@@ -237,52 +241,9 @@ def with_tokenizer(data: Index, path: str | Path | None) -> Index:
     return replace(data, tokenizer=file, fingerprint=both)
 
 
-def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Describe by file how the data of two `Index.to_json` differs."""
-    found = []
-    if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
-        found.append("data.tokenizer has another content")
-    if "sources" in now or "sources" in then:
-        return found + _differences_of_mixes(now, then)
-    if "dataset" in now or "dataset" in then:
-        both = "dataset" in now and "dataset" in then
-        return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
-    return found + _differences_of_files(now["files"], then["files"])
-
-
 def _without_files(source: Index) -> dict[str, Any]:
     """Return the description of a source of a mix, whose files are among the mix's."""
     return {name: value for name, value in source.to_json().items() if name != "files"}
-
-
-def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    mine, theirs = now.get("sources"), then.get("sources")
-    if not isinstance(mine, list) or not isinstance(theirs, list) or len(mine) != len(theirs):
-        return ["data.mix has another number of sources"]
-    found = []
-    # Items that are read by index are no files.
-    indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
-    for number in sorted(indexed, key=int):
-        there = theirs[int(number)]
-        own = differences({**mine[int(number)], "files": []}, there if isinstance(there, Mapping) else {})
-        found += [f"source {number}: {difference}" for difference in own]
-    kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
-    return found + _differences_of_files(*kept)
-
-
-def _differences_of_files(now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> list[str]:
-    found = []
-    here = {file["path"]: file for file in now}
-    there = {file["path"]: file for file in then}
-    found += [f"{path} is missing" for path in sorted(there.keys() - here.keys())]
-    found += [f"{path} is new" for path in sorted(here.keys() - there.keys())]
-    for path in sorted(here.keys() & there.keys()):
-        mine, theirs = here[path], there[path]
-        if mine["bytes"] != theirs["bytes"]:
-            found.append(f"{path} has {mine['bytes']:,} bytes, not {theirs['bytes']:,}")
-        elif mine["footer_sha256"] != theirs["footer_sha256"]:
-            found.append(f"{path} has a different footer")
-    return found
 
 
 def check_alike(seen: Index, held_out: Index) -> None:
@@ -366,19 +327,23 @@ def check_unchanged(data: Index, *numbers: int) -> None:
     for source in data.sources:
         check_unchanged(source)
     # Items are compared when they are read.
-    for number in numbers or range(len(data.files) if data.items is None and not data.sources else 0):
-        file = data.file(number)
+    of_all = range(len(data.files) if data.items is None and not data.sources else 0)
+    files = {data.file(number): number for number in numbers or of_all}
+
+    def change(file: Place) -> str:
         try:
-            change = change_of(file, data.file_sights[number], data.file_footers[number])
+            return change_of(file, data.file_sights[files[file]], data.file_footers[files[file]])
         except OSError as error:
-            raise DataError(f"cannot be accessed: {error.strerror or error}", where=str(file)) from error
-        if change:
+            raise DataError(f"cannot be accessed: {error.strerror or first_line(error)}", where=str(file)) from error
+
+    for file, found in zip(files, in_parallel(change, list(files)), strict=True):
+        if found:
             raise DataChanged(
-                f"the file changed while the run used it: {change}",
+                f"the file changed while the run used it: {found}",
                 where=f"{file} on {os.uname().nodename}",
-                remedy="restore the file with its modification time and resume the run, or start over with --fresh; "
-                "do not change the data while a run uses it",
-                first=_first_of(data, number),
+                remedy=f"restore {_as_it_was(file)} and resume the run, or start over with --fresh; do not change the "
+                "data while a run uses it",
+                first=_first_of(data, files[file]),
             )
 
 
@@ -392,8 +357,14 @@ def check_restored(data: Index, first: Mapping[str, Any]) -> None:
     if first["path"] != data.path or first["file"] not in data.files:
         return
     file = data.file(data.files.index(first["file"]))
-    seen = Sight(first["bytes"], first["modified_ns"], changed_ns=0, inode=0)
+    seen = Sight(first["bytes"], first["modified_ns"], changed_ns=0, inode=0, version=first.get("etag", ""))
     change = change_of(file, seen, first["footer_sha256"])
+    if change and isinstance(file, RemotePath):
+        raise DataError(
+            f"the file changed while the run used it and has not been restored: {change}",
+            where=str(file),
+            remedy=f"restore {_as_it_was(file)}; or start over with --fresh",
+        )
     if change:
         seconds, rest = divmod(first["modified_ns"], 10**9)
         raise DataError(
@@ -404,6 +375,11 @@ def check_restored(data: Index, first: Mapping[str, Any]) -> None:
         )
 
 
+def _as_it_was(file: Place) -> str:
+    # An object that is written again has another modification time.
+    return "the object's content" if isinstance(file, RemotePath) else "the file with its modification time"
+
+
 def _first_of(data: Index, number: int) -> dict[str, str | int]:
     sight = data.file_sights[number]
     return {
@@ -412,20 +388,29 @@ def _first_of(data: Index, number: int) -> dict[str, str | int]:
         "bytes": sight.size,
         "modified_ns": sight.modified_ns,
         "footer_sha256": data.file_footers[number],
+        **({"etag": sight.version} if sight.version else {}),
     }
 
 
-def _read_group(file: Path, group: int, columns: list[str] | None = None) -> pa.Table:
-    with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-        return opened.read_row_group(group, columns=columns, use_threads=False)
+def _read_group(file: Place, group: int, columns: list[str] | None = None) -> pa.Table:
+    def read(source: Path | pa.NativeFile, *, ahead: bool) -> pa.Table:
+        with pq.ParquetFile(source, page_checksum_verification=True, pre_buffer=ahead) as opened:
+            return opened.read_row_group(group, columns=columns, use_threads=False)
+
+    # Of a remote file, the pages of all columns are asked for at once.
+    return file.read(partial(read, ahead=True)) if isinstance(file, RemotePath) else read(file, ahead=False)
 
 
 def _unreadable(data: Index, unit: int, error: Exception) -> DataError:
     if _CHECKSUM_FAILED in str(error):
         return _damaged(data, unit, "the page checksum does not match", _damaged_column(data, unit))
-    return DataError(
-        f"cannot be read: {first_line(error)}", where=data.name(unit), remedy="rewrite the file, or remove it"
-    )
+    if isinstance(error, StorageError):
+        remedy = "run again when the store can be reached"
+    elif isinstance(error, PermissionError):
+        remedy = "allow this machine to read it"
+    else:
+        remedy = "rewrite the file, or remove it"
+    return DataError(f"cannot be read: {first_line(error)}", where=data.name(unit), remedy=remedy)
 
 
 def _damaged_column(data: Index, unit: int) -> str:
@@ -461,16 +446,30 @@ def _least_bytes(kind: pa.DataType) -> int:
         return 4
 
 
-def _looked_at(file: Path) -> tuple[Sight, pq.FileMetaData, bytes]:
-    """Return a file's `stat`, metadata and the bytes of its footer."""
+def _looked_at(file: Place) -> tuple[Sight, pq.FileMetaData, bytes]:
+    """Return a file's `stat`, or what a store says about it, its metadata and the bytes of its footer."""
     try:
+        if isinstance(file, RemotePath):
+            sight, end = remote_end(file)
+            return sight, pq.read_metadata(pa.BufferReader(end)), end[:-8]
         return sight_of(file), pq.read_metadata(file), footer_of(file)
     except PermissionError as error:
-        raise DataError("cannot be read: permission denied", where=str(file)) from error
-    except UNREADABLE as error:
-        size = file.stat().st_size if data_exists(file) else 0
+        said = "permission denied" if isinstance(file, Path) else first_line(error)
+        raise DataError(f"cannot be read: {said}", where=str(file)) from error
+    except StorageError as error:
         raise DataError(
-            f"is not a readable Parquet file ({size} bytes): {first_line(error)}",
+            f"cannot be read: {error}", where=str(file), remedy="run again when the store can be reached"
+        ) from error
+    except UNREADABLE as error:
+        raise DataError(
+            f"is not a readable Parquet file ({_size_of(file)} bytes): {first_line(error)}",
             where=str(file),
             remedy="rewrite it, or move it out of the folder",
         ) from error
+
+
+def _size_of(file: Place) -> int:
+    if isinstance(file, RemotePath):
+        entry = file.entry or file.look()
+        return 0 if entry is None else entry.size
+    return file.stat().st_size if data_exists(file) else 0

@@ -175,7 +175,7 @@ def _source_of_mix(source: Mapping[str, Any]) -> _Problem:
     for key, value in (("path", path), ("dataset", dataset)):
         if value is not None and not isinstance(value, str):
             return f"its {key} {value!r} is not allowed", "a string", ""
-    if problem := _source(path, dataset) or _reference(dataset):
+    if problem := _source(path, dataset) or _reference(dataset) or _address(path):
         return problem
     if form is not None and (form not in get_args(Format) or dataset is not None):
         what = f"its format {form!r} is not allowed"
@@ -327,9 +327,11 @@ def _best(metric: str, evaluate: None) -> _Problem:
     return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
 
-def _folder(storage: str) -> _Problem:
-    scheme = storage.partition("://")[0]
-    if not is_address(storage) or scheme in SCHEMES:
+def _address(place: str | None) -> _Problem:
+    if place is None or not is_address(place):
+        return None
+    scheme = place.partition("://")[0]
+    if scheme in SCHEMES:
         return None
     # Not the whole address: it may hold a password.
     return f"unsupported address '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
@@ -352,6 +354,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
     (("data.path", "data.dataset", "data.mix"), _training_source),
+    (("data.path",), _address),
     (("data.mix",), _mix),
     (("epochs", "data.mix"), _mixed_length),
     (("data.format", "data.mix"), _mixed_format),
@@ -408,9 +411,10 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("checkpoint.keep",), _at_least(1)),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
     (("evaluate.path", "evaluate.dataset"), _source),
+    (("evaluate.path",), _address),
     (("evaluate.dataset",), _reference),
     (("evaluate.every_steps",), _at_least(1)),
     (("trackers",), _trackers),
-    (("storage",), _folder),
+    (("storage",), _address),
 )
 """(keys, check of their values); an error is reported at the first key."""

@@ -10,6 +10,7 @@ from raytrain_plus.controller.order import Order
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state
+from raytrain_plus.storage.place import RemotePath, place_of, spelled
 from raytrain_plus.storage.probe import Probe, find_probe_fault, refusal
 
 
@@ -20,7 +21,7 @@ class Needs:
     probe: Probe
     """The probe that the driver has left in the storage."""
     data: Mapping[str, int]
-    """Data files and their sizes in bytes; empty if each machine makes its own data."""
+    """Data files and their sizes in bytes, of remote ones the first; empty if each machine makes its own data."""
     horovod: bool
     """Whether the run needs Horovod."""
 
@@ -43,9 +44,11 @@ def needs_of(order: Order, probe: Probe) -> Needs:
             continue
         if index.origin is not None:
             # Each machine converts its own copy.
-            files |= dict(index.origin.files)
+            own = dict(index.origin.files)
         else:
-            files |= {str(file): size for file, size in zip(index.on_disk, index.file_bytes, strict=False)}
+            own = {spelled(file): size for file, size in zip(index.places, index.file_bytes, strict=False)}
+        # One remote file shows whether the store can be reached; each would be a round trip.
+        files |= dict([*own.items()][:1]) if any(isinstance(place_of(one), RemotePath) for one in [*own][:1]) else own
     return Needs(probe, files, order.plan.collective == "horovod")
 
 
@@ -57,10 +60,16 @@ def check_machine(needs: Needs) -> Seen:
 def _look_at_data(needs: Needs) -> str:
     for file, size in needs.data.items():
         try:
-            if os.stat(file).st_size != size:
-                return f"sees a file of another size at {file}"
+            place = place_of(file)
+            if isinstance(place, RemotePath):
+                entry = place.look()
+                there = None if entry is None else entry.size
+            else:
+                there = os.stat(file).st_size
+            if there != size:
+                return f"sees {'no file' if there is None else 'a file of another size'} at {place}"
         except OSError as error:
-            return f"cannot read {file}: {error.strerror}"
+            return f"cannot read {place}: {error.strerror or error}"
     return ""
 
 
@@ -79,7 +88,8 @@ def check_seen(order: Order, machine: str, seen: Seen) -> None:
             f"the machine {machine} {seen.data}",
             where=", ".join(data_paths(job)),
             expected="the same files on all machines of the cluster",
-            remedy="put the data on a shared file system, or set data.prepare to a function that makes it on each",
+            remedy="put the data on a shared file system or where all machines may read it, or set data.prepare to a "
+            "function that makes it on each",
         )
     if seen.horovod:
         raise InputError(

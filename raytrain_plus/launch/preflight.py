@@ -16,9 +16,10 @@ import yaml
 
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.dataset import held_out_data, training_data
+from raytrain_plus.data.differences import differences
 from raytrain_plus.data.of_job import odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, differences
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Protocol, TextIO
 
 import pyarrow as pa
 from rich.console import Console
@@ -19,34 +19,43 @@ SHORT_S = 1.0
 """A conversion that takes less than these seconds shows nothing."""
 
 
+class Told(Protocol):
+    """Shows how many bytes of a source are read, and how many there are. `copying`: they are copied first."""
+
+    def __call__(self, read: int, of: int, *, copying: bool = False) -> None: ...
+
+
 @contextmanager
-def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable[[int, int], None]]:
+def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Told]:
     """Yield a function that shows how many bytes of a source are read, and how many there are.
 
     `again`: the source has changed since it was converted. The last line says what the conversion took.
     """
     start = last = time.monotonic()
     total = 0
-    what = f"converting {name} to Parquet"
+    what = doing = f"converting {name} to Parquet"
     bar = Progress(
-        TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
         console=Console(file=stream), transient=True, disable=not stream.isatty(),
     )  # fmt: skip
     task = bar.add_task(what, total=None)
 
-    def told(read: int, of: int) -> None:
-        nonlocal last, total
+    def told(read: int, of: int, *, copying: bool = False) -> None:
+        nonlocal last, total, start, doing
+        if doing != (doing := f"copying {name}" if copying else what):
+            # The speed is that of the conversion alone.
+            start = time.monotonic()
         # Another process may convert it instead.
         if not total and again:
             print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
         if not total:
             bar.start()
         total, now = of, time.monotonic()
-        bar.update(task, completed=read, total=of)
+        bar.update(task, completed=read, total=of, description=doing)
         if bar.disable and now - last >= EVERY_S:
             last = now
             rate = size_text(int(read / (now - start)))
-            print(f"{what}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
+            print(f"{doing}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
 
     try:
         yield told

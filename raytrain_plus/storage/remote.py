@@ -42,11 +42,7 @@ def open_remote(where: str) -> Folder:
     the address is invalid, `OSError` if its store cannot be reached.
     """
     shown = where.partition("?")[0]
-    with _told(f"{shown} could not be opened"):
-        try:
-            system, path = fs.FileSystem.from_uri(where)
-        except (ValueError, NotImplementedError) as error:
-            raise _no_address(shown, str(error).replace(where, shown)) from None
+    system, path = open_system(where)
     if system.type_name == "local":
         return LocalFolder(Path(path))
     path = path.rstrip("/")
@@ -56,9 +52,25 @@ def open_remote(where: str) -> Folder:
     if system.type_name != "s3":
         return RemoteFolder(system, path, where)
     _, (settings,) = system.__reduce__()
-    limits = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": REQUEST_TIMEOUT_S}
-    system = fs.S3FileSystem(**{**settings, **limits})
-    return RemoteFolder(system, path, where, _objects({**settings, **limits}, system.region))
+    return RemoteFolder(system, path, where, _objects(settings, system.region))
+
+
+def open_system(where: str) -> tuple[fs.FileSystem, str]:
+    """Return the file system that an address names, with the limits of this module, and the address's path in it.
+
+    Raises `InputError` if the address is invalid, `OSError` if its store cannot be reached.
+    """
+    shown = where.partition("?")[0]
+    with _told(f"{shown} could not be opened"):
+        try:
+            system, path = fs.FileSystem.from_uri(where)
+        except (ValueError, NotImplementedError) as error:
+            raise _no_address(shown, str(error).replace(where, shown)) from None
+    if system.type_name == "s3":
+        _, (settings,) = system.__reduce__()
+        limits = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": REQUEST_TIMEOUT_S}
+        system = fs.S3FileSystem(**{**settings, **limits})
+    return system, path
 
 
 def _no_address(shown: str, why: str) -> InputError:

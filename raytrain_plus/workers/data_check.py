@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_plus.data.dataset import again
+from raytrain_plus.data.differences import differences
 from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sight import Sight
-from raytrain_plus.data.source import Index, check_unchanged, differences, with_tokenizer
+from raytrain_plus.data.source import Index, check_unchanged, with_tokenizer
 from raytrain_plus.data.tokens import TokenizerFile
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan

@@ -3,7 +3,7 @@
 Row groups have a fixed number of rows, counted over all files, so the same rows become the same row groups whichever
 format they had. A conversion that was killed continues after its last complete part. It appears in the cache when it is
 complete. The name of its folder contains a digest of the sources' names, sizes and times: changed ones are converted
-again.
+again. Remote files are copied beside the conversion first; the copy is removed when the conversion is complete.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -28,11 +29,13 @@ from raytrain_plus.data.convert.parts import (
     save_progress,
 )
 from raytrain_plus.data.convert.records import Records, Unfit
+from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_of, named_remotely, remove_copies
 from raytrain_plus.data.convert.tar_samples import TarSamples
 from raytrain_plus.data.convert.text_lines import TextLines
 from raytrain_plus.data.files import find_files, is_file, split_pattern
-from raytrain_plus.errors import DataError
+from raytrain_plus.errors import DataError, StorageError
 from raytrain_plus.job.setting_types import Format
+from raytrain_plus.storage.place import Place, RemotePath, spelled
 
 READERS: Mapping[Format, Callable[[], Records]] = {
     "jsonl": JsonLines,
@@ -50,24 +53,23 @@ Told = Callable[[int, int], None]
 """Called now and then with the bytes of the source that are read, and those that there are."""
 
 
-def source_files(path: Path, format_: Format) -> list[Path]:
-    """Return the files of the data at an absolute path, in the order of their rows. Raises `DataError` without any."""
+def source_files(path: Place, format_: Format) -> list[Place]:
+    """Return the files of the data at a place, in the order of their rows. Raises `DataError` without any."""
     if format_ == "huggingface":
         return _saved_files(path)
-    found = find_files(path, SUFFIXES[format_], format_)
-    return [found.root / name for name in found.names]
+    return list(find_files(path, SUFFIXES[format_], format_).places)
 
 
-def _saved_files(folder: Path) -> list[Path]:
+def _saved_files(folder: Place) -> list[Place]:
     """Return the files of a folder that `save_to_disk` has written."""
     if is_file(folder / SAVED_SPLITS):
-        splits = json.loads((folder / SAVED_SPLITS).read_text()).get("splits", [])
+        splits = _json_of(folder / SAVED_SPLITS).get("splits", [])
         raise DataError(
             f"holds several splits: {', '.join(splits)}",
             where=str(folder),
             remedy=f"name one of them, such as {folder / (splits or ['train'])[0]}",
         )
-    found = json.loads((folder / SAVED).read_text())
+    found = _json_of(folder / SAVED)
     if found.get("_indices_data_files"):
         raise DataError(
             "holds its rows in another order than its files",
@@ -77,25 +79,57 @@ def _saved_files(folder: Path) -> list[Path]:
     return [folder / one["filename"] for one in found.get("_data_files", [])]
 
 
-def converted(path: Path, format_: Format, told: Told, cache: Path) -> Path:
-    """Return the folder with the Parquet files made of the data at an absolute path; make them if they are missing.
+def _json_of(file: Place) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+    except StorageError as error:
+        raise DataError(f"cannot be read: {error}", where=str(file)) from error
 
-    Raises `DataError` for data that cannot be read as this format, and `WaitExpired` if another process converts it for
-    more than `LOCK_S`.
+
+def converted(path: Place, format_: Format, told: Told, cache: Path, copying: Told | None = None) -> Path:
+    """Return the folder with the Parquet files made of the data at a place; make them if they are missing.
+
+    `copying`: called in place of `told` while remote files are copied. Raises `DataError` for data that cannot be read
+    as this format, and `WaitExpired` if another process converts it for more than `LOCK_S`.
     """
     files = source_files(path, format_)
     target = cache / folder_name(path, format_, files)
-    made_once(target, str(path), lambda partial: _convert(path, format_, files, target, partial, told))
+
+    def write(partial: Path) -> None:
+        try:
+            if isinstance(path, RemotePath):
+                _convert_copy(path, format_, files, target, partial, told, copying or told)
+            else:
+                local = [file for file in files if isinstance(file, Path)]
+                _write_all(local, _reader(_root(path), format_, local), partial, told)
+        except DataError:
+            # If the files have changed, that explains the error better.
+            _check_unchanged(path, format_, target)
+            raise
+        _check_unchanged(path, format_, target)
+
+    made_once(target, str(path), write)
     return target
 
 
-def folder_name(path: Path, format_: Format, files: Sequence[Path]) -> str:
+def sizes_of(files: Sequence[Place]) -> list[int]:
+    """Return the sizes of files in bytes."""
+    if any(isinstance(file, RemotePath) for file in files):
+        return [entry.size for entry in entries_of(files)]
+    return [file.stat().st_size for file in files if isinstance(file, Path)]
+
+
+def folder_name(path: Place, format_: Format, files: Sequence[Place]) -> str:
     """Return the name of the folder for what these files are converted to: other files, or other times, another one."""
-    where = hashlib.sha256(f"{_VERSION}\0{format_}\0{pa.__version__}\0{path}".encode()).hexdigest()[:8]
+    where = hashlib.sha256(f"{_VERSION}\0{format_}\0{pa.__version__}\0{spelled(path)}".encode()).hexdigest()[:8]
     what = hashlib.sha256()
-    for file in files:
+    if isinstance(path, RemotePath):
+        for file, entry in zip(files, entries_of(files), strict=True):
+            what.update(f"{file}\0{entry.size}\0{entry.modified_ns}\0".encode())
+    for file in files if isinstance(path, Path) else ():
         try:
-            seen = file.stat()
+            seen = Path(str(file)).stat()
         except OSError as error:
             raise DataError(f"cannot be accessed: {error.strerror}", where=str(file)) from error
         what.update(f"{file}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0{seen.st_ino}\0".encode())
@@ -109,20 +143,37 @@ def earlier(target: Path) -> list[Path]:
     return [folder for folder in target.parent.glob(f"{kind}-*") if folder != target]
 
 
-def _convert(path: Path, format_: Format, files: Sequence[Path], target: Path, partial: Path, told: Told) -> None:
+def _convert_copy(
+    path: RemotePath,
+    format_: Format,
+    files: Sequence[Place],
+    target: Path,
+    partial: Path,
+    told: Told,
+    copying: Told,
+) -> None:
+    """Copy remote files, convert the copy and remove it; an error names the remote files."""
+    root, copy = _root(path), copy_folder(target)
+    assert isinstance(root, RemotePath)
+    remove_copies(target, but=copy)
+    local = copied(root, files, copy, copying)
     try:
-        _write_all(files, _reader(path, format_, files), partial, told)
-    except DataError:
-        # If the files have changed, that explains the error better.
-        _check_unchanged(path, format_, target)
-        raise
-    _check_unchanged(path, format_, target)
+        _write_all(local, _reader(copy, format_, local), partial, told)
+    except DataError as error:
+        remove_copies(target)
+        raise named_remotely(error, copy, root) from error
+    remove_copies(target)
 
 
-def _reader(path: Path, format_: Format, files: Sequence[Path]) -> Records:
+def _root(path: Place) -> Place:
+    """Return the folder that the files of the data at `path` are in, directly or in folders below it."""
+    root = split_pattern(path)[0]
+    return root.parent if is_file(root) else root
+
+
+def _reader(root: Place, format_: Format, files: Sequence[Path]) -> Records:
     if format_ == "images":
-        root = split_pattern(path)[0]
-        return ImageFiles(root.parent if is_file(root) else root, files)
+        return ImageFiles(Path(str(root)), files)
     return READERS[format_]()
 
 
@@ -140,7 +191,7 @@ def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told
         _write(files, reader, partial, _begun(partial, whole), told)
 
 
-def _check_unchanged(path: Path, format_: Format, target: Path) -> None:
+def _check_unchanged(path: Place, format_: Format, target: Path) -> None:
     """Raise `DataError` if the files are not those that were there when the conversion to `target` began."""
     if folder_name(path, format_, source_files(path, format_)) != target.name:
         raise DataError(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 from raytrain_plus.data.files import is_file, names_below
 from raytrain_plus.job.setting_types import Format
+from raytrain_plus.storage.place import Place
 
 PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffixes of compressed files, which follow those of the formats whose files are text -> pyarrow's names for them."""
@@ -30,8 +30,8 @@ SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 """The files by which `save_to_disk` of Hugging Face's `datasets` marks a folder: of several splits, and of one."""
 
 
-def format_of(path: Path) -> Format:
-    """Return the format of the data at an absolute path: a file, a folder, or a pattern; Parquet if nothing tells.
+def format_of(path: Place) -> Format:
+    """Return the format of the data at an absolute path or a remote one; Parquet if nothing tells.
 
     A folder has the format of the files in it, if these have one format and none of them is Parquet. Beside files of
     another format, images count if they are more.
@@ -48,7 +48,7 @@ def format_of(path: Path) -> Format:
     return next(iter(found)) if len(found) == 1 else "parquet"
 
 
-def is_saved(folder: Path) -> bool:
+def is_saved(folder: Place) -> bool:
     """Return whether `save_to_disk` has written a folder."""
     return is_file(folder / SAVED) or is_file(folder / SAVED_SPLITS)
 

@@ -14,11 +14,12 @@ import torch
 
 from raytrain_plus.data import items as items_module
 from raytrain_plus.data.dataset import again, returned_dataset
+from raytrain_plus.data.differences import differences
 from raytrain_plus.data.items import BLOCK, changes_of
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.row_names import named_rows
 from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import Index, differences, read_unit
+from raytrain_plus.data.source import Index, read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.data.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataChanged, DataError, TaskError

@@ -16,6 +16,7 @@ from PIL import Image
 
 from raytrain_plus import Data, Job, Task
 from raytrain_plus.data.dataset import dataset, training_data
+from raytrain_plus.data.differences import differences
 from raytrain_plus.data.ledger import row_ids
 from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
@@ -28,7 +29,6 @@ from raytrain_plus.data.source import (
     check_restored,
     check_unchanged,
     class_names,
-    differences,
     index,
     read_unit,
 )
