@@ -102,6 +102,17 @@ class Data:
     pads. Needs the extra `transformers` of this package.
     """
 
+    pack: int | None = None
+    """Tokens of a row, at least 2: documents are packed into rows of exactly this length, once on each node. Default
+    None: rows are as they are.
+
+    The only column of text, of which `tokenizer` makes tokens, or of lists of token numbers, is joined in the order of
+    the data; other columns are left out. Each document ends with the `eos_token` of the tokenizer's
+    `tokenizer_config.json`, if there is one, and is not truncated. Rows have the columns `input_ids` and
+    `position_ids`, which begins at 0 in each document; the last tokens, which fill no row, are dropped. The rows of
+    `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
+    """
+
     granule: int = 1024
     """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
@@ -379,7 +390,7 @@ _SAME = (
     "args",
     "seed",
     *(f"data.{name}" for name in ("path", "dataset", "mix", "image_size", "batch_size")),
-    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "granule")),
+    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "pack", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -400,6 +411,7 @@ _BEFORE = {
     "data.dataset": None,
     "data.mix": None,
     "data.tokenizer": None,
+    "data.pack": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

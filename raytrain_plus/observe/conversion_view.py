@@ -20,14 +20,18 @@ SHORT_S = 1.0
 
 
 @contextmanager
-def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable[[int, int], None]]:
+def conversion_view(
+    stream: TextIO, name: str, again: bool, verb: tuple[str, str] = ("converting", "converted")
+) -> Iterator[Callable[[int, int], None]]:
     """Yield a function that shows how many bytes of a source are read, and how many there are.
 
-    `again`: the source has changed since it was converted. The last line says what the conversion took.
+    `again`: the source has changed since it was converted. `verb`: what is done, and was done. The last line says what
+    the conversion took.
     """
+    doing, done = verb
     start = last = time.monotonic()
     total = 0
-    what = f"converting {name} to Parquet"
+    what = f"{doing} {name} to Parquet"
     bar = Progress(
         TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
         console=Console(file=stream), transient=True, disable=not stream.isatty(),
@@ -38,7 +42,7 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
         nonlocal last, total
         # Another process may convert it instead.
         if not total and again:
-            print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
+            print(f"{name} has changed since it was {done}: {doing} it again", file=stream, flush=True)
         if not total:
             bar.start()
         total, now = of, time.monotonic()
@@ -56,7 +60,7 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Callable
     if total and took >= SHORT_S:
         most = size_text(pa.default_memory_pool().max_memory() or 0)
         print(
-            f"converted {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",
+            f"{done} {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",
             file=stream,
             flush=True,
         )
