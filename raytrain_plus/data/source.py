@@ -269,9 +269,9 @@ def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> li
     found = []
     # Items that are read by index are no files.
     indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
-    for number in sorted(indexed, key=int):
-        there = theirs[int(number)]
-        own = differences({**mine[int(number)], "files": []}, there if isinstance(there, Mapping) else {})
+    for number, (one, there) in enumerate(zip(mine, theirs, strict=True)):
+        # Their files are compared below.
+        own = differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
         found += [f"source {number}: {difference}" for difference in own]
     kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
     return found + _differences_of_files(*kept)

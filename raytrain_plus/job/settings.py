@@ -99,7 +99,7 @@ class Data:
 
     The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
     `input_ids`, each of several `<column>_input_ids`. Special tokens and truncation are as the file says; `collate`
-    pads. Needs the extra `transformers` of this package.
+    pads. With `pack` tokens are made before, once. Needs the extra `transformers` of this package.
     """
 
     pack: int | None = None
@@ -119,8 +119,8 @@ class Data:
     cache_mb: int = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform`,
-    `tokenizer` and `image_size`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
+    `image_size`, and without `tokenizer` unless `pack` is given.
     """
 
 

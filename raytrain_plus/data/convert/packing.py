@@ -46,12 +46,13 @@ def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache
     end = None if file is None else end_token(file)
     column = _column_of(documents, file)
     target = (cache or default_cache()) / _folder_name(documents, length, file, end)
-    made = not is_complete(target)
-    if made:
+    made = False
+    if not is_complete(target):
         name, again = Path(documents.named).name, len(earlier(target)) > 0
         with conversion_view(sys.stderr, name, again, ("packing", "packed")) as told:
-            write = _Writing(documents, column, length, file, end, told)
-            made_once(target, documents.named, write.into)
+            writing = _Writing(documents, column, length, file, end, told)
+            made_once(target, documents.named, writing.into)
+            made = writing.done
     seen = index(target)
     found = Packed(length, file, end, documents.rows, documents.fingerprint, int((target / _LEFT).read_text()))
     if made:
@@ -131,6 +132,8 @@ class _Writing:
         self._tokenizer = tokenizer
         self._end = end
         self._told = told
+        self.done = False
+        """Whether this process has written the last part."""
 
     def into(self, partial: Path) -> None:
         """Write all parts, or those that an earlier process has not written.
@@ -159,6 +162,7 @@ class _Writing:
                 remedy="use more data, or a smaller data.pack",
             )
         (partial / _LEFT).write_text(str(packer.left))
+        self.done = True
 
     def _none(self) -> Progress:
         """Return the progress of a conversion that has not begun."""

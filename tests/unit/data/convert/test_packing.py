@@ -173,6 +173,11 @@ def test_sources_of_a_mix_are_packed_each_by_itself(tmp_path: Path, saved: Path)
     assert seen.tokenizer is None
     said = seen.to_json()
     assert [source["packed"]["documents"] for source in said["sources"]] == [len(TEXTS), len(TEXTS) - 250]
+    end_with(saved, None)
+    found = differences(training_data(job_of(saved, mix=mix, pack=16), []).to_json(), said)
+    assert found[:2] == [
+        f"source {number}: data.tokenizer names another token that ends a document" for number in (0, 1)
+    ]
 
 
 def test_it_is_packed_once_until_something_changes(
@@ -296,7 +301,29 @@ def test_a_file_that_changes_meanwhile_is_not_packed(
     pq.write_table(pa.table({"text": TEXTS[::-1]}), tmp_path / "a.parquet", row_group_size=30)
     with pytest.raises(DataError, match="the file changed while its documents were packed\n"):
         packed(seen, 16, saved, cache=tmp_path / "cache")
+    # Also after its last rows have been read.
+    seen = dataset(tmp_path / "a.parquet")
+
+    def read(documents: Index, unit: int) -> pa.Table:
+        table = read_unit(documents, unit)
+        if unit == len(documents.unit_rows) - 1:
+            os.utime(tmp_path / "a.parquet", (1, 1))
+        return table
+
+    monkeypatch.setattr(packing, "read_unit", read)
+    with pytest.raises(DataError, match="the file changed while its documents were packed\n"):
+        packed(seen, 16, saved, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("[!.]*"))
+
+
+def test_documents_that_differ_in_another_column_are_other_data(tmp_path: Path, saved: Path) -> None:
+    made = []
+    for number in (1, 2):
+        pq.write_table(pa.table({"text": TEXTS, "n": [number] * len(TEXTS)}), tmp_path / "a.parquet")
+        made.append(packed(dataset(tmp_path / "a.parquet"), 16, saved))
+    assert rows(made[0]) == rows(made[1])
+    assert made[0].fingerprint != made[1].fingerprint
+    assert differences(made[1].to_json(), made[0].to_json()) == ["the documents have changed"]
 
 
 REFUSED: list[tuple[dict[str, Any], bool, str]] = [
