@@ -71,6 +71,10 @@ class DataReport:
     """Those of the first files without page checksums."""
     mix: tuple[MixedSource, ...] = ()
     """The sources of a mix."""
+    packed: tuple[str, ...] = ()
+    """How the rows were packed, in words: a line for each source of a mix."""
+    dropped_tokens: int | None = None
+    """Tokens that fill no packed row; None if rows are not packed."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -83,6 +87,7 @@ class DataReport:
         if self.converted is not None:
             said.append(f"  converted to Parquet in {self.converted}")
         said += [source.line() for source in self.mix]
+        said += [f"  {line}" for line in self.packed]
         if self.read_factor is None:
             said.append("  read by index")
         else:
@@ -125,6 +130,7 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
     seconds, factor = time.perf_counter() - start, read_factor_of(order, seen)
     table = pa.concat_tables(wanted)
     files = seen.places
+    packed = [source.packed for source in seen.sources or (seen,) if source.packed is not None]
     return DataReport(
         path=seen.named,
         converted=None if seen.origin is None else seen.path,
@@ -140,6 +146,10 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         files=len(files),
         without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
         mix=mixed_sources(job, seen),
+        packed=tuple(
+            (f"source {number}: " if seen.sources else "") + source.line() for number, source in enumerate(packed)
+        ),
+        dropped_tokens=sum(source.dropped for source in packed) if packed else None,
     )
 
 

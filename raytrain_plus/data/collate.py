@@ -11,13 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from raytrain_plus.data.tokens import POSITIONS
 from raytrain_plus.job.task_loader import load_function
 from raytrain_plus.task import Task, column_array, column_tensor
 
 MASK = "attention_mask"
 IGNORED = {"labels": -100}
 """The padding value of these columns, which losses of PyTorch and Transformers ignore; others are padded with 0."""
-ADDED = ("position_ids", "cu_seq_lens")
+ADDED = (POSITIONS, "cu_seq_lens")
 """What `pack` adds to the columns."""
 
 
@@ -107,14 +108,14 @@ def pack(table: pa.Table) -> dict[str, Any]:
     positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
     return {
         **batch,
-        "position_ids": torch.from_numpy(positions).unsqueeze(0),
+        POSITIONS: torch.from_numpy(positions).unsqueeze(0),
         "cu_seq_lens": torch.from_numpy(starts.astype(np.int32)),
     }
 
 
 def default_weight(task: Task, batch: Any, rows: int) -> float:
     """Return what a batch counts in a mean unless its task says: its tokens if they are packed, or its rows."""
-    return float(batch["position_ids"].numel() if counts_tokens(task) else rows)
+    return float(batch[POSITIONS].numel() if counts_tokens(task) else rows)
 
 
 def counts_tokens(task: Task) -> bool:

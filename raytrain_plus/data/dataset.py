@@ -14,6 +14,7 @@ from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, sizes_of, source_files
 from raytrain_plus.data.convert.formats import format_of, is_saved
 from raytrain_plus.data.convert.iterated import content_of, read_once
+from raytrain_plus.data.convert.packing import packed
 from raytrain_plus.data.convert.parts import is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
@@ -94,7 +95,7 @@ def _ray_runs() -> bool:
 
 
 def again(seen: Index, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the same data, which is no mix, as a worker's node sees it, without its tokenizer."""
+    """Return the index of the same data, unpacked and no mix, as a worker's node sees it, without its tokenizer."""
     if seen.items is not None:
         return returned_dataset(seen.named, roots, scattered=seen.items.scattered, run=seen.items.run)
     if seen.origin is not None and seen.origin.format is None:
@@ -109,24 +110,36 @@ def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
         load_pillow()
     scattered = job.data.shuffle != "none"
     if job.data.mix is None:
-        return _of_job(job, job.data.path, job.data.dataset, roots, scattered=scattered)
+        path, spec = job.data.path, job.data.dataset
+        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered))
     sources = [
-        dataset(source["path"], source.get("format"))
-        if source.get("path") is not None
-        else returned_dataset(source["dataset"], roots, scattered=scattered)
-        for source in job.data.mix
+        _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered)
+        for one in job.data.mix
     ]
-    return with_tokenizer(mixed_index(sources), job.data.tokenizer)
+    return _with_tokens(job, mixed_index(sources))
 
 
 def held_out_data(job: Job, roots: Sequence[str | Path]) -> Index:
     """Return the index of the rows that a job is evaluated on; there must be some."""
     assert job.evaluate is not None
-    return _of_job(job, job.evaluate.path, job.evaluate.dataset, roots, scattered=False)
+    path, spec = job.evaluate.path, job.evaluate.dataset
+    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False))
 
 
-def _of_job(job: Job, path: str | None, spec: str | None, roots: Sequence[str | Path], *, scattered: bool) -> Index:
+def _with_tokens(job: Job, rows: Index) -> Index:
+    """Return the index of rows whose text becomes tokens as they are read, unless they are packed and hold tokens."""
+    return rows if job.data.pack is not None else with_tokenizer(rows, job.data.tokenizer)
+
+
+def _rows(
+    job: Job, path: str | None, spec: str | None, form: Format | None, roots: Sequence[str | Path], *, scattered: bool
+) -> Index:
+    """Return the index of the rows at a path or of a dataset, packed if the job says so."""
+    pack = job.data.pack
     if spec is not None:
-        return with_tokenizer(returned_dataset(spec, roots, scattered=scattered), job.data.tokenizer)
-    assert path is not None
-    return with_tokenizer(dataset(path, job.data.format), job.data.tokenizer)
+        # Documents are packed in their own order.
+        found = returned_dataset(spec, roots, scattered=scattered and pack is None)
+    else:
+        assert path is not None
+        found = dataset(path, form)
+    return found if pack is None else packed(found, pack, job.data.tokenizer)

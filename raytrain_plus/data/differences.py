@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from raytrain_plus.data.convert.packed import changes_of_packed
 from raytrain_plus.data.items import changes_of
 
 
@@ -13,6 +14,7 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
+    found += changes_of_packed(now.get("packed"), then.get("packed"))
     if "sources" in now or "sources" in then:
         return found + _differences_of_mixes(now, then)
     if "dataset" in now or "dataset" in then:
@@ -28,9 +30,9 @@ def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> li
     found = []
     # Items that are read by index are no files.
     indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
-    for number in sorted(indexed, key=int):
-        there = theirs[int(number)]
-        own = differences({**mine[int(number)], "files": []}, there if isinstance(there, Mapping) else {})
+    for number, (one, there) in enumerate(zip(mine, theirs, strict=True)):
+        # Their files are compared below.
+        own = differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
         found += [f"source {number}: {difference}" for difference in own]
     kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
     return found + _differences_of_files(*kept)

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.convert.image_files import CLASSES
+from raytrain_plus.data.convert.packed import Packed
 from raytrain_plus.data.files import data_exists, find_files
 from raytrain_plus.data.items import Items
 from raytrain_plus.data.ledger import ROW_ID, row_ids
@@ -91,6 +92,9 @@ class Index:
     """A dataset that is read by index, if it is one: its blocks are the row groups of one file, which is on no disk."""
     tokenizer: TokenizerFile | None = field(default=None, compare=False)
     """What makes tokens of the text in the rows; its path differs from node to node, if at all."""
+    packed: Packed | None = field(default=None, compare=False)
+    """How its rows were packed, if they were; and the index of their documents."""
+    documents: Index | None = field(default=None, compare=False)
     prefix: str = field(default="", compare=False)
     """What precedes the names of its files in the ids of its rows: `3/` for source 3 of a mix."""
     sources: tuple[Index, ...] = field(default=(), compare=False)
@@ -109,11 +113,13 @@ class Index:
     def to_json(self) -> dict[str, Any]:
         """Return a description of the data, file by file, with which later checks can compare it."""
         entries = zip(self.files, self.file_bytes, self.file_footers, self.file_groups, strict=True)
+        tokenizer = self.tokenizer if self.packed is None else self.packed.tokenizer
         return {
             "path": self.path,
             **({} if self.origin is None else {"converted_from": self.origin.path}),
             **({} if self.items is None else {"dataset": self.items.to_json()}),
-            **({} if self.tokenizer is None else {"tokenizer_sha256": self.tokenizer.sha256}),
+            **({} if self.packed is None else {"packed": self.packed.to_json()}),
+            **({} if tokenizer is None else {"tokenizer_sha256": tokenizer.sha256}),
             **({"sources": [_without_files(source) for source in self.sources]} if self.sources else {}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,

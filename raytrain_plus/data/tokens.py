@@ -1,10 +1,11 @@
-"""Replace the text of rows by the numbers of its tokens: the setting `data.tokenizer`."""
+"""Make the numbers of tokens of text: the setting `data.tokenizer`."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pyarrow as pa
 from raytrain_plus.errors import DataChanged, DataError, InputError, first_line
 
 FILE = "tokenizer.json"
-IDS = "input_ids"
+CONFIG = "tokenizer_config.json"
+"""The file beside it that says which token ends a text."""
+IDS, POSITIONS = "input_ids", "position_ids"
+"""The columns of tokens, and of their numbers in their document."""
 _SAVED = "write it with AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER), and name FOLDER"
 _LOADED = 4
 """The most tokenizers that a process keeps."""
@@ -46,7 +50,7 @@ class Tokenized:
         Raises `DataError` if no column holds text, a text is null, or a new column has the name of another one, and
         `DataChanged` if the file has changed.
         """
-        texts = [name for name in rows.column_names if _is_text(rows.column(name).type)]
+        texts = [name for name in rows.column_names if is_text(rows.column(name).type)]
         where = f"data.tokenizer: {self.file.path}"
         if not texts:
             found = ", ".join(f"{name} ({rows.column(name).type})" for name in rows.column_names)
@@ -82,12 +86,47 @@ class Tokenized:
             tokens = [tokenizer.encode(text).ids for text in column.to_pylist()]
         except Exception as error:
             # The package raises no errors of its own types.
-            raise DataError(
-                f"cannot make tokens of a text of column '{name}': {first_line(error)}",
-                where=f"data.tokenizer: {self.file.path}",
-                remedy="give the tokenizer a token for what it does not know (unk_token)",
-            ) from None
+            raise _without_tokens(self.file, f"a text of column '{name}'", error) from None
         return pa.chunked_array([pa.array(tokens, pa.list_(pa.int64()))])
+
+
+def whole_tokens(file: TokenizerFile, texts: Sequence[str]) -> list[list[int]]:
+    """Return the numbers of the tokens of each text, all of them even if the tokenizer truncates; on all CPUs.
+
+    Raises `DataError` if it cannot make tokens of a text, and `DataChanged` if the file has changed.
+    """
+    try:
+        return [made.ids for made in _loaded(file, whole=True).encode_batch_fast(list(texts))]
+    except DataError:
+        raise
+    except Exception as error:
+        raise _without_tokens(file, "a text", error) from None
+
+
+def end_token(file: TokenizerFile) -> int | None:
+    """Return the token that ends a document: `eos_token` in the tokenizer's configuration; None if it names none.
+
+    Raises `DataError` if that cannot be read, or names a token that the tokenizer does not have.
+    """
+    config = Path(file.path).with_name(CONFIG)
+    if not config.is_file():
+        return None
+    where = f"data.tokenizer: {config}"
+    try:
+        named = json.loads(_read(config)).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"is not a JSON object: {first_line(error)}", where=where, remedy=_SAVED) from None
+    name = named.get("content") if isinstance(named, dict) else named
+    if name is None:
+        return None
+    found: int | None = _loaded(file).token_to_id(str(name))
+    if found is None:
+        raise DataError(
+            f"its eos_token {name!r} is not among the tokens of {FILE}",
+            where=where,
+            remedy="save both files again with save_pretrained, or set eos_token to null",
+        )
+    return found
 
 
 def tokenizer_file(path: str | Path) -> TokenizerFile:
@@ -112,8 +151,8 @@ def find_tokenizer(path: str | Path) -> Path:
 
 
 @functools.lru_cache(maxsize=_LOADED)
-def _loaded(file: TokenizerFile) -> Any:
-    """Return a tokenizer that nobody changes, so that threads may share it."""
+def _loaded(file: TokenizerFile, *, whole: bool = False) -> Any:
+    """Return a tokenizer that nobody changes, so that threads may share it. `whole`: it truncates nothing."""
     content = _read(Path(file.path))
     if hashlib.sha256(content).hexdigest() != file.sha256:
         raise DataChanged(
@@ -148,7 +187,17 @@ def _loaded(file: TokenizerFile) -> Any:
             remedy='set "dropout" to null in the file',
         )
     tokenizer.no_padding()
+    if whole:
+        tokenizer.no_truncation()
     return tokenizer
+
+
+def _without_tokens(file: TokenizerFile, text: str, error: Exception) -> DataError:
+    return DataError(
+        f"cannot make tokens of {text}: {first_line(error)}",
+        where=f"data.tokenizer: {file.path}",
+        remedy="give the tokenizer a token for what it does not know (unk_token)",
+    )
 
 
 def _read(file: Path) -> bytes:
@@ -177,7 +226,8 @@ def _missing(base: Path) -> DataError:
     return DataError(f"has no {FILE}{found}", where=where, expected=f"a folder with {FILE}", remedy=_SAVED)
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def is_text(kind: pa.DataType) -> bool:
+    """Return whether a column of this type holds text."""
     if pa.types.is_dictionary(kind):
-        return _is_text(kind.value_type)
+        return is_text(kind.value_type)
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -102,7 +102,18 @@ class Data:
 
     The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
     `input_ids`, each of several `<column>_input_ids`. Special tokens and truncation are as the file says; `collate`
-    pads. Needs the extra `transformers` of this package.
+    pads. With `pack` tokens are made before, once. Needs the extra `transformers` of this package.
+    """
+
+    pack: int | None = None
+    """Tokens of a row, at least 2: documents are packed into rows of exactly this length, once on each node. Default
+    None: rows are as they are.
+
+    The only column of text, of which `tokenizer` makes tokens, or of lists of token numbers, is joined in the order of
+    the data; other columns are left out. Each document ends with the `eos_token` of the tokenizer's
+    `tokenizer_config.json`, if there is one, and is not truncated. Rows have the columns `input_ids` and
+    `position_ids`, which begins at 0 in each document; the last tokens, which fill no row, are dropped. The rows of
+    `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
     """
 
     granule: int = 1024
@@ -111,8 +122,8 @@ class Data:
     cache_mb: int = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
-    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform`,
-    `tokenizer` and `image_size`.
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
+    `image_size`, and without `tokenizer` unless `pack` is given.
     """
 
 
@@ -382,7 +393,7 @@ _SAME = (
     "args",
     "seed",
     *(f"data.{name}" for name in ("path", "dataset", "mix", "image_size", "batch_size")),
-    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "granule")),
+    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "pack", "granule")),
     "steps",
     "epochs",
     "workers.threads",
@@ -403,6 +414,7 @@ _BEFORE = {
     "data.dataset": None,
     "data.mix": None,
     "data.tokenizer": None,
+    "data.pack": None,
     "compression": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

@@ -323,6 +323,23 @@ def _packed(collate: str | None, pipeline: int) -> _Problem:
     return what, "pad, stack or module:function, or parallel.pipeline: 1", ""
 
 
+MOST_TOKENS = 1 << 20
+"""Limit of the tokens of a packed row."""
+
+
+def _one_length(pack: int | None, collate: str | None) -> _Problem:
+    if pack is None or collate not in ("pad", "pack"):
+        return None
+    what = f"all rows have {pack:,} tokens already, so there is nothing for data.collate: {collate} to do"
+    return what, "data.collate: stack or module:function, or none", ""
+
+
+def _no_images(pack: int | None, image_size: Sequence[int] | None) -> _Problem:
+    if pack is None or image_size is None:
+        return None
+    return "packed rows hold tokens and no images, so data.image_size has no use", "one of both", ""
+
+
 def _best(metric: str, evaluate: None) -> _Problem:
     return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
@@ -369,6 +386,9 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("data.transform",), _reference),
     (("data.collate",), _collate),
     (("data.collate", "parallel.pipeline"), _packed),
+    (("data.pack",), _at_least(2, MOST_TOKENS)),
+    (("data.pack", "data.collate"), _one_length),
+    (("data.pack", "data.image_size"), _no_images),
     (("data.granule",), _at_least(1)),
     (("data.cache_mb",), _at_least(0)),
     (("steps",), _at_least(1)),

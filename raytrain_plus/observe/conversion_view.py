@@ -26,14 +26,18 @@ class Told(Protocol):
 
 
 @contextmanager
-def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Told]:
+def conversion_view(
+    stream: TextIO, name: str, again: bool, verb: tuple[str, str] = ("converting", "converted")
+) -> Iterator[Told]:
     """Yield a function that shows how many bytes of a source are read, and how many there are.
 
-    `again`: the source has changed since it was converted. The last line says what the conversion took.
+    `again`: the source has changed since it was converted. `verb`: what is done, and was done. The last line says what
+    the conversion took.
     """
+    doing, done = verb
     start = last = time.monotonic()
     total = 0
-    what = doing = f"converting {name} to Parquet"
+    what = shown = f"{doing} {name} to Parquet"
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
         console=Console(file=stream), transient=True, disable=not stream.isatty(),
@@ -41,21 +45,21 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Told]:
     task = bar.add_task(what, total=None)
 
     def told(read: int, of: int, *, copying: bool = False) -> None:
-        nonlocal last, total, start, doing
-        if doing != (doing := f"copying {name}" if copying else what):
+        nonlocal last, total, start, shown
+        if shown != (shown := f"copying {name}" if copying else what):
             # The speed is that of the conversion alone.
             start = time.monotonic()
         # Another process may convert it instead.
         if not total and again:
-            print(f"{name} has changed since it was converted: converting it again", file=stream, flush=True)
+            print(f"{name} has changed since it was {done}: {doing} it again", file=stream, flush=True)
         if not total:
             bar.start()
         total, now = of, time.monotonic()
-        bar.update(task, completed=read, total=of, description=doing)
+        bar.update(task, completed=read, total=of, description=shown)
         if bar.disable and now - last >= EVERY_S:
             last = now
             rate = size_text(int(read / (now - start)))
-            print(f"{doing}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
+            print(f"{shown}: {size_text(read)} of {size_text(of)}, {rate}/s", file=stream, flush=True)
 
     try:
         yield told
@@ -65,7 +69,7 @@ def conversion_view(stream: TextIO, name: str, again: bool) -> Iterator[Told]:
     if total and took >= SHORT_S:
         most = size_text(pa.default_memory_pool().max_memory() or 0)
         print(
-            f"converted {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",
+            f"{done} {name}, {size_text(total)}, in {took:.1f} s with up to {most} of memory",
             file=stream,
             flush=True,
         )

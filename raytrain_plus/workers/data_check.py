@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from raytrain_plus.data.convert.packing import packed_again
 from raytrain_plus.data.dataset import again
 from raytrain_plus.data.differences import differences
 from raytrain_plus.data.mixed_index import mixed_index
@@ -26,6 +27,8 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     if expected.sources:
         seen = mixed_index([same_data(plan, roots, source) for source in expected.sources])
         return seen if expected.tokenizer is None else _same_tokenizer(seen, expected.tokenizer)
+    if expected.documents is not None and expected.packed is not None:
+        return _checked(packed_again(same_data(plan, roots, expected.documents), expected.packed), expected)
     # Not as the job names it: a path may be relative to the driver's working directory.
     if expected.items is None and (expected.origin is None or expected.origin.format is not None):
         prepare(plan.job.data.prepare, expected.named, roots)
@@ -36,6 +39,12 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     seen = again(expected, roots)
     if expected.tokenizer is not None:
         seen = _same_tokenizer(seen, expected.tokenizer)
+    seen = _checked(seen, expected)
+    return seen if first is None else replace(seen, file_sights=first)
+
+
+def _checked(seen: Index, expected: Index) -> Index:
+    """Return the data that this node sees. Raises `DataError` if it is not what the driver saw."""
     if seen.fingerprint != expected.fingerprint:
         found = differences(seen.to_json(), expected.to_json())
         raise DataError(
@@ -44,7 +53,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
             expected=f"the data with the fingerprint {expected.fingerprint[:12]}, not {seen.fingerprint[:12]}",
             remedy="put the same files there on every node, or name a shared folder",
         )
-    return seen if first is None else replace(seen, file_sights=first)
+    return seen
 
 
 def _same_tokenizer(rows: Index, expected: TokenizerFile) -> Index:
@@ -62,8 +71,8 @@ def _same_tokenizer(rows: Index, expected: TokenizerFile) -> Index:
 
 
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
-    """Return, for each dataset's path, what was first seen of its files on this node."""
-    return {seen.named: seen.file_sights for seen in _datasets(plan)}
+    """Return, for the path of each dataset that is used as it is, what was first seen of its files on this node."""
+    return {seen.named: seen.file_sights for seen in _datasets(plan) if seen.origin is None}
 
 
 def check_data(plan: Plan) -> None:

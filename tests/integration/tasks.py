@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.collective.horovod_world import HorovodWorld
+from raytrain_plus.data.collate import pad
 from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
@@ -542,6 +543,18 @@ class Tabular(Faulty):
     def collate(self, table: pa.Table) -> Any:
         batch = super().collate(table)
         return {"x": torch.stack([batch[f"x{number}"] for number in range(6)], dim=1).float(), "y": batch["y"]}
+
+
+class Texts(Faulty):
+    """The same on tokens: of texts, or packed."""
+
+    def collate(self, table: pa.Table) -> Any:
+        batch = pad(table)
+        mask, ids = batch["attention_mask"], batch["input_ids"]
+        x = torch.stack([((ids % 6 == number) * mask).sum(1) for number in range(6)], dim=1).float()
+        if "position_ids" in batch:
+            x[:, 5] += (batch["position_ids"] == 0).sum(1)
+        return {"x": x, "y": (ids * mask).sum(1) % 3}
 
 
 class Frozen(Faulty):

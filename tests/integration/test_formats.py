@@ -16,6 +16,7 @@ from raytrain_plus import Data, Evaluate, Job, Result, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.sources import HELD_OUT, TRAINED, rows
+from tests.unit.data.test_tokens import save, texts
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -139,6 +140,27 @@ def test_unshuffled_rows_train_alike_by_index_and_from_files(tmp_path: Path, clu
         Run(of_dataset(tmp_path / "index", "indexed", shuffle="none")).finish(),
     ]
     assert len({result.state_sha256 for result in made}) == 1
+
+
+@SLOW
+@pytest.mark.parametrize("pack", [None, 16])
+def test_tokens_train_alike_through_a_kill(tmp_path: Path, cluster: Cluster, pack: int | None) -> None:
+    save(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    for name, documents in (("data", texts(1200)), ("held", texts(130))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    settings: dict[str, Any] = {
+        "task": "tasks:Texts",
+        "data": Data(
+            path=str(tmp_path / "data.jsonl"), tokenizer=str(tmp_path / "saved"), pack=pack, batch_size=48, shards=8
+        ),
+        "evaluate": Evaluate(path=str(tmp_path / "held.jsonl"), every_steps=50),
+    }
+    alone = Run(job_of(tmp_path / "alone", "arrow", **settings)).finish()
+    assert (alone.status, alone.error) == ("finished", None)
+    result = check_alike_through_a_kill(job_of(tmp_path / "many", "arrow", **settings, **many(2)), 2, alone)
+    described = json.loads((Path(result.path) / "dataset.json").read_text())
+    assert ("packed" in str(described)) == (pack is not None)
 
 
 @SLOW

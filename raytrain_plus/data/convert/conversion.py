@@ -25,8 +25,8 @@ from raytrain_plus.data.convert.jsonl import JsonLines
 from raytrain_plus.data.convert.parts import (
     Parts,
     Progress,
+    begin_again,
     load_progress,
-    save_progress,
 )
 from raytrain_plus.data.convert.records import Records, Unfit
 from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_of, named_remotely, remove_copies
@@ -122,19 +122,27 @@ def sizes_of(files: Sequence[Place]) -> list[int]:
 
 def folder_name(path: Place, format_: Format, files: Sequence[Place]) -> str:
     """Return the name of the folder for what these files are converted to: other files, or other times, another one."""
-    where = hashlib.sha256(f"{_VERSION}\0{format_}\0{pa.__version__}\0{spelled(path)}".encode()).hexdigest()[:8]
-    what = hashlib.sha256()
-    if isinstance(path, RemotePath):
-        for file, entry in zip(files, entries_of(files), strict=True):
-            what.update(f"{file}\0{entry.size}\0{entry.modified_ns}\0".encode())
-    for file in files if isinstance(path, Path) else ():
+    return name_of(path.stem, f"{_VERSION}\0{format_}\0{pa.__version__}\0{spelled(path)}", files)
+
+
+def name_of(plain: str, kind: str, files: Sequence[Place], more: str = "") -> str:
+    """Return the name of a folder for what is made of these files.
+
+    `plain`: for people. `kind`: what is made, and of which data; `earlier` finds folders that agree in it. `more`: the
+    content that is in no file.
+    """
+    what = hashlib.sha256(more.encode())
+    remote = [file for file in files if isinstance(file, RemotePath)]
+    for one, entry in zip(remote, entries_of(remote), strict=True):
+        what.update(f"{one}\0{entry.size}\0{entry.modified_ns}\0".encode())
+    for file in [file for file in files if isinstance(file, Path)]:
         try:
-            seen = Path(str(file)).stat()
+            seen = file.stat()
         except OSError as error:
             raise DataError(f"cannot be accessed: {error.strerror}", where=str(file)) from error
         what.update(f"{file}\0{seen.st_size}\0{seen.st_mtime_ns}\0{seen.st_ctime_ns}\0{seen.st_ino}\0".encode())
-    plain = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in path.stem)[:40]
-    return f"{plain}-{where}-{what.hexdigest()[:8]}"
+    letters = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in plain)[:40]
+    return f"{letters}-{hashlib.sha256(kind.encode()).hexdigest()[:8]}-{what.hexdigest()[:8]}"
 
 
 def earlier(target: Path) -> list[Path]:
@@ -181,14 +189,14 @@ def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told
     """Write all parts, or those that an earlier process has left."""
     progress = load_progress(partial)
     if progress is None:
-        progress = _begun(partial, reader.schema(files, whole=False))
+        progress = begin_again(partial, Progress.of(reader.schema(files, whole=False)))
     try:
         _write(files, reader, partial, progress, told)
     except Unfit as unfit:
         whole = reader.schema(files, whole=True)
         if whole == progress.columns:
             raise unfit.error from None
-        _write(files, reader, partial, _begun(partial, whole), told)
+        _write(files, reader, partial, begin_again(partial, Progress.of(whole)), told)
 
 
 def _check_unchanged(path: Place, format_: Format, target: Path) -> None:
@@ -197,15 +205,6 @@ def _check_unchanged(path: Place, format_: Format, target: Path) -> None:
         raise DataError(
             "the files changed while they were converted", str(path), remedy="run again when they no longer change"
         )
-
-
-def _begun(partial: Path, schema: pa.Schema) -> Progress:
-    """Begin a conversion with these columns, without what was there before."""
-    for file in partial.iterdir():
-        file.unlink()
-    progress = Progress.of(schema)
-    save_progress(partial, progress)
-    return progress
 
 
 def _write(files: Sequence[Path], reader: Records, partial: Path, progress: Progress, told: Told) -> None:

@@ -86,6 +86,20 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
+def begin_again(folder: Path, progress: Progress) -> Progress:
+    """Begin a conversion into a folder with this progress, without what was there before; return the progress."""
+    for file in folder.iterdir():
+        file.unlink()
+    save_progress(folder, progress)
+    return progress
+
+
+def group_rows_of(size: float, least: int = LEAST_ROWS) -> int:
+    """Return the rows of a row group, for rows of so many bytes: a power of two, but within bounds."""
+    rows = int(2.0 ** round(math.log2(GROUP_BYTES / max(1.0, size))))
+    return min(MOST_ROWS, max(least, rows))
+
+
 def save_progress(folder: Path, progress: Progress) -> None:
     """Write how far a conversion is, whole or not at all."""
     made = folder / f"{PROGRESS}.new"
@@ -129,10 +143,9 @@ class Parts:
             self._write(self._have)
 
     def _choose(self) -> None:
-        """Choose the rows of a row group: a power of two, the same whichever format the rows had."""
+        """Choose the rows of a row group, the same whichever format the rows had."""
         sample = pa.concat_tables([table for table, *_ in self._pending]).slice(0, SAMPLE_ROWS)
-        rows = 2 ** round(math.log2(GROUP_BYTES / max(1.0, row_bytes(sample))))
-        self.progress = replace(self.progress, group_rows=min(MOST_ROWS, max(LEAST_ROWS, rows)))
+        self.progress = replace(self.progress, group_rows=group_rows_of(row_bytes(sample)))
 
     def _write(self, rows: int) -> None:
         name = part_name(self.progress.parts)

@@ -6,13 +6,18 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from raytrain_plus.data.convert.packing import packed
+from raytrain_plus.data.dataset import dataset
+from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.source import index, with_tokenizer
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.workers.data_check import same_data, sights_of
 from tests.unit.data.test_source import write
-from tests.unit.data.test_tokens import save
+from tests.unit.data.test_tokens import save, texts
 from tests.unit.workers.members import plan_of
 
 
@@ -53,4 +58,33 @@ def test_another_tokenizer_than_the_drivers_is_refused(tmp_path: Path) -> None:
         same_data(plan, [], driver)
     (tmp_path / "saved" / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"data.tokenizer: .*there is no such file"):
+        same_data(plan, [], driver)
+
+
+def test_packed_rows_are_compared_by_their_documents_and_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, file, config = plan_of(tmp_path), tmp_path / "texts.parquet", tmp_path / "saved" / "tokenizer_config.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save(tmp_path / "saved")
+    pq.write_table(pa.table({"text": texts(100)}), file)
+    driver = packed(dataset(file), 8, tmp_path / "saved")
+    first = same_data(plan, [], driver)
+    assert (first.fingerprint, first.packed, first.documents) == (driver.fingerprint, driver.packed, driver.documents)
+    # Of the packed files, and not of the file that the user names.
+    assert sights_of(replace(plan, index=first, held_out=None)) == {}
+    os.utime(file, (1, 1))
+    assert same_data(plan, [], driver).path != first.path
+    mixed = mixed_index([driver, driver])
+    assert same_data(plan, [], mixed).fingerprint == mixed.fingerprint
+    config.write_text('{"eos_token": "[PAD]"}')
+    with pytest.raises(DataError, match="names another token that ends a document") as caught:
+        same_data(plan, [], driver)
+    assert caught.value.where == str(file)
+    config.unlink()
+    save(tmp_path / "saved", change=1)
+    with pytest.raises(DataError, match=r"data\.tokenizer has another content"):
+        same_data(plan, [], driver)
+    pq.write_table(pa.table({"text": texts(99)}), file)
+    with pytest.raises(DataError, match=r"sees different data than the driver: texts.parquet has"):
         same_data(plan, [], driver)
