@@ -107,6 +107,7 @@ def test_a_run_stopped_from_elsewhere_is_saved_and_resumes_later(tmp_path: Path,
     until(lambda: not background(), "the end of its processes")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_whose_background_process_is_killed(tmp_path: Path, nothing_goes_on: None) -> None:
     """Ray's agents outlived it by more than 40 s."""
     write_data(tmp_path / "data")

@@ -153,6 +153,7 @@ def test_parameters_of_16_bits_and_complex_ones_train_on_horovods_ring(tmp_path:
     assert found[0]["imaginary"] > 0.05
 
 
+@pytest.mark.slow
 def test_torch_collective_short_last_step_and_augmentation(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     data = Data(path=str(tmp_path / "data"), batch_size=48, shards=8, transform="tasks:noisy", granule=7, cache_mb=0)

@@ -75,6 +75,7 @@ def test_metrics_are_the_same_on_several_workers_and_through_a_loss(tmp_path: Pa
     assert reported(plain) == ([(step, None) for step, _ in steps], evaluations, state)
 
 
+@pytest.mark.slow
 def test_stages_report_the_metrics_of_one_worker(tmp_path: Path, alone: tuple[Any, ...]) -> None:
     write_files(tmp_path)
     run = trained(tmp_path, "stages", workers=Workers(min=4, max=4), parallel=Parallel(pipeline=2))

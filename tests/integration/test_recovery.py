@@ -230,7 +230,8 @@ def test_a_newcomer_that_is_killed_while_it_joins(tmp_path: Path, undisturbed: l
     check(run, before, [victim["pid"]], undisturbed)
 
 
-@pytest.mark.parametrize("fault", ["apply:raise:40", pytest.param("applied:raise:40", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["apply:raise:40", "applied:raise:40"])
 def test_a_step_counts_if_only_one_workers_optimizer_raises_in_it(
     tmp_path: Path, undisturbed: list[float], fault: str
 ) -> None:

@@ -192,7 +192,12 @@ def test_credentials_are_stripped_from_a_librarys_error_everywhere(tmp_path: Pat
 @pytest.mark.parametrize(
     ("where", "code", "expected"),
     [
-        ("init", 2, ["Raises(...) raised ValueError: no such width", 'raise ValueError("no such width")']),
+        pytest.param(
+            "init",
+            2,
+            ["Raises(...) raised ValueError: no such width", 'raise ValueError("no such width")'],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "layers", 2, ["Raises.layers raised ZeroDivisionError: in layers", "tasks.py"], marks=pytest.mark.slow
         ),
@@ -345,6 +350,7 @@ def slowly_stopped(tmp_path: Path, workers: int = 1) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_of_a_stopped_run_is_waited_for_beyond_its_grace(tmp_path: Path) -> None:
     process = slowly_stopped(tmp_path)
     out, err = process.communicate(timeout=100)

@@ -238,6 +238,7 @@ def test_a_connection_to_a_horovod_member_without_its_key_is_dropped(says: bytes
             assert reduced(group) == [{"value": 10}] * 4
 
 
+@pytest.mark.slow
 def test_a_torch_world_with_a_forged_connection_is_not_used() -> None:
     # Gloo accepts any process that sends a connection's number. The members detect it, and form another world.
     says = [struct.pack("<q", number) for number in range(3)]
