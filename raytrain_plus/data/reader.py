@@ -160,17 +160,16 @@ def _collated(table: pa.Table, collate: Collate) -> Any:
         raise TrainingError(f"cannot collate the rows into a batch: {error}", trace) from None
 
 
-def from_stream(number: int, *, began: bool, delivered: int, ended: bool, silent_at: int) -> bool:
+def from_stream(number: int, *, delivered: int, ended: bool, silent_at: int) -> bool:
     """Return whether to wait for read `number` from a stream that has delivered all reads up to `delivered`.
 
-    False before its first execution has `began`: reading directly is faster than starting Ray Data. From then on, to
-    read directly what it works on would do the same work twice, and the reader would stay ahead of it. A stream that
-    kept a read waiting for `STREAM_S` when it had delivered those up to `silent_at` is trusted again when it delivers
-    more.
+    False before its first delivery: reading directly is faster than starting Ray Data. From then on, to read directly
+    what it works on would do the same work twice, and the reader would stay ahead of it. A stream that kept a read
+    waiting for `STREAM_S` when it had delivered those up to `silent_at` is trusted again when it delivers more.
     """
     if ended or delivered >= number:
         return delivered >= number
-    return began and delivered != silent_at
+    return delivered >= 0 and delivered != silent_at
 
 
 class Batches:
@@ -210,7 +209,7 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._silent_at: int = NEVER
+        self._silent_at = NEVER
         """What the stream had delivered when a read waited for it in vain."""
         self.failed: tuple[int, int] | None = None
         """The step and shard whose rows could not be collated."""
@@ -379,7 +378,9 @@ class Batches:
         if self._keep_units:
             return self._rows.cut(self._unit(read), read.row_range)
         stream = self._stream
-        if stream is not None and self._waits_for(stream, read.number):
+        if stream is not None and from_stream(
+            read.number, delivered=stream.delivered, ended=stream.ended, silent_at=self._silent_at
+        ):
             table = stream.take(read.number, STREAM_S)
             if table is not None:
                 self.streamed_reads += 1
@@ -390,12 +391,6 @@ class Batches:
             stream.pass_by(read.number)
         self.direct_reads += 1
         return self._rows.read(read.row_range)
-
-    def _waits_for(self, stream: Any, number: int) -> bool:
-        delivered = stream.delivered
-        return from_stream(
-            number, began=stream.began, delivered=delivered, ended=stream.ended, silent_at=self._silent_at
-        )
 
     def _unit(self, read: Read) -> pa.Table:
         unit = read.row_range.unit

@@ -108,6 +108,8 @@ class Stream:
         self._roots = roots
         self._groups = iter(groups)
         self._startup_s = STARTUP_S
+        self._warm = False
+        """Whether an execution has delivered rows: the first one takes longer to start than others."""
         self._whole_units = whole_units
         self._expected_rows = expected_rows
         self._node = node
@@ -122,8 +124,6 @@ class Stream:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self.delivered = -1
         """The highest number of a read that has arrived, or will not because an execution began after it."""
-        self.began = False
-        """Whether an execution works on the reads after `delivered`."""
         self.ended = False
         """Whether no more reads will arrive: all were delivered, or an error ended the stream."""
 
@@ -191,9 +191,9 @@ class Stream:
     def _begin_at(self, number: int) -> None:
         """Let an execution begin with read `number`: no caller waits for those before it, which it skips."""
         with self._news:
-            self.delivered = max(self.delivered, number - 1)
-            self.began = True
-            self._news.notify_all()
+            if self.delivered >= 0:
+                self.delivered = max(self.delivered, number - 1)
+                self._news.notify_all()
 
     def _execute(self, groups: list[tuple[Read, ...]]) -> None:
         if self._sent is None:
@@ -224,8 +224,14 @@ class Stream:
         for number, batch in enumerate(batches):
             if self._closing:
                 return
-            if number == 0:
+            if number == 0 and self._warm:
                 self._startup_s = time.monotonic() - started
+            elif number == 0 and self._is_passed(groups):
+                # Ray Data needs many seconds to load. To catch up from here would keep the reader waiting.
+                self._groups = itertools.chain(groups, self._groups)
+                self._warm = True
+                return
+            self._warm = True
             for read, table in _split(batch):
                 partial.setdefault(read, []).append(table)
                 have = sum(part.num_rows for part in partial[read])
@@ -233,6 +239,10 @@ class Stream:
                     wanted[read], pa.concat_tables(partial.pop(read))
                 ):
                     return
+
+    def _is_passed(self, groups: Sequence[tuple[Read, ...]]) -> bool:
+        """Return whether the reader has passed all that the first tasks of an execution work on."""
+        return self._consumed_to > groups[:TASKS_AT_ONCE][-1][-1].number
 
     def _put(self, read: Read, table: pa.Table) -> bool:
         """Keep the rows of a read once there is room; return False if the stream is closing."""

@@ -59,14 +59,19 @@ def test_take_does_not_wait_for_skipped_reads() -> None:
     assert made.delivered == 4
 
 
-def test_an_execution_owes_the_reads_from_its_first_on() -> None:
+def test_a_stream_that_has_delivered_nothing_does_not_seem_to_be_ahead() -> None:
     made = stream()
-    assert not made.began
     made._begin_at(5)
-    assert (made.began, made.delivered) == (True, 4)
-    assert made.take(4, 1000) is None
-    arrive(made, 5)
-    assert made.take(5, 1000) is not None
+    assert made.delivered == -1
+
+
+def test_an_execution_is_passed_when_the_reader_is_beyond_its_first_tasks() -> None:
+    made = stream()
+    groups = [tuple(Read(number, 0, 0, RowRange(0, 0, 0, 1)) for number in pair) for pair in ((3, 4), (5, 6), (7, 8))]
+    made.pass_by(5)
+    assert not made._is_passed(groups)
+    made.pass_by(6)
+    assert made._is_passed(groups)
 
 
 def test_take_returns_when_the_read_arrives_and_when_the_stream_closes() -> None:
