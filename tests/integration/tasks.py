@@ -557,6 +557,16 @@ class Texts(Faulty):
         return {"x": x, "y": (ids * mask).sum(1) % 3}
 
 
+class Pictures(Faulty):
+    """The same on images and their classes, of a folder or of tar files."""
+
+    def collate(self, table: pa.Table) -> Any:
+        batch = super().collate(table)
+        pixels = batch["image"].float().flatten(2)
+        labels = batch["label"] if "label" in batch else batch["cls"]
+        return {"x": torch.cat([pixels.mean(2), pixels.std(2)], dim=1) / 64, "y": labels}
+
+
 class Frozen(Faulty):
     """The same with first layers that are not trained."""
 

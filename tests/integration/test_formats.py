@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Evaluate, Job, Result, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.sources import HELD_OUT, TRAINED, rows
+from tests.unit.data.convert.test_tar_samples import write as write_tar
 from tests.unit.data.test_tokens import save, texts
 
 pytestmark = pytest.mark.timeout(240)
@@ -161,6 +165,44 @@ def test_tokens_train_alike_through_a_kill(tmp_path: Path, cluster: Cluster, pac
     result = check_alike_through_a_kill(job_of(tmp_path / "many", "arrow", **settings, **many(2)), 2, alone)
     described = json.loads((Path(result.path) / "dataset.json").read_text())
     assert ("packed" in str(described)) == (pack is not None)
+
+
+def write_images(path: Path, format_: str, count: int, seed: int) -> Path:
+    """Write small images of three classes, and return what a job names."""
+    path.mkdir()
+    rng = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        encoded = io.BytesIO()
+        pixels = rng.integers(0, 200, (12, 10, 3)) + 25 * (number % 3)
+        Image.fromarray(pixels.astype(np.uint8)).save(encoded, "PNG")
+        made.append((number % 3, f"{number:05d}", encoded.getvalue()))
+    if format_ == "images":
+        for label, name, content in made:
+            (path / str(label)).mkdir(exist_ok=True)
+            (path / str(label) / f"{name}.png").write_bytes(content)
+        return path
+    members = [
+        (f"{name}.{suffix}", data)
+        for label, name, png in made
+        for suffix, data in (("png", png), ("cls", b"%d" % label))
+    ]
+    write_tar(path / "0.tar", members)
+    return path / "0.tar"
+
+
+@SLOW
+@pytest.mark.parametrize("format_", ["images", "webdataset"])
+def test_images_train_alike_through_a_kill(tmp_path: Path, cluster: Cluster, format_: str) -> None:
+    path = str(write_images(tmp_path / "pictures", format_, 900, 0))
+    settings: dict[str, Any] = {
+        "task": "tasks:Pictures",
+        "data": Data(path=path, image_size=(8, 8), batch_size=48, shards=8),
+        "evaluate": Evaluate(path=str(write_images(tmp_path / "others", format_, 90, 1)), every_steps=50),
+    }
+    alone = Run(job_of(tmp_path / "alone", "arrow", **settings)).finish()
+    assert (alone.status, alone.error) == ("finished", None)
+    check_alike_through_a_kill(job_of(tmp_path / "many", "arrow", **settings, **many(2)), 2, alone)
 
 
 @SLOW
