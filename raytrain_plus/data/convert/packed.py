@@ -18,7 +18,7 @@ from raytrain_plus.data.tokens import TokenizerFile
 Ints = npt.NDArray[np.int64]
 
 
-class Place(NamedTuple):
+class TokenPlace(NamedTuple):
     """The place of a token in the documents."""
 
     unit: int
@@ -34,7 +34,7 @@ class PackedRows(NamedTuple):
     """Shape (rows, length)."""
     positions: Ints
     """Shape (rows, length): the number of each token in its document."""
-    place: Place
+    place: TokenPlace
     """Of their first token."""
 
 
@@ -44,14 +44,14 @@ class Packer:
     def __init__(self, length: int) -> None:
         self._length = length
         self._tokens = self._positions = np.empty(0, np.int64)
-        self._place = Place(0, 0)
+        self._place = TokenPlace(0, 0)
 
     @property
     def left(self) -> int:
         """The number of tokens that do not fill a row."""
         return len(self._tokens)
 
-    def add(self, tokens: Ints, positions: Ints, place: Place) -> PackedRows | None:
+    def add(self, tokens: Ints, positions: Ints, place: TokenPlace) -> PackedRows | None:
         """Take the next tokens, of one unit; return the rows that they complete. `place`: of the first one."""
         if not len(tokens):
             return None
@@ -67,7 +67,7 @@ class Packer:
         made = PackedRows(self._tokens[:used].reshape(shape), self._positions[:used].reshape(shape), self._place)
         # Copies, so that they do not keep the rows in memory. What was kept before is less than a row.
         self._tokens, self._positions = self._tokens[used:].copy(), self._positions[used:].copy()
-        self._place = Place(place.unit, place.token + used - kept)
+        self._place = TokenPlace(place.unit, place.token + used - kept)
         return made
 
 

@@ -19,7 +19,16 @@ import pyarrow.compute as pc
 
 from raytrain_plus.data.convert.cache import default_cache, made_once
 from raytrain_plus.data.convert.conversion import Told, earlier, name_of
-from raytrain_plus.data.convert.packed import Ints, Packed, PackedRows, Packer, Place, positions_of, slices, with_ends
+from raytrain_plus.data.convert.packed import (
+    Ints,
+    Packed,
+    PackedRows,
+    Packer,
+    TokenPlace,
+    positions_of,
+    slices,
+    with_ends,
+)
 from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, group_rows_of, is_complete, load_progress
 from raytrain_plus.data.convert.records import Block
 from raytrain_plus.data.row_names import named_row
@@ -144,7 +153,7 @@ class _Writing:
         progress = load_progress(partial) or begin_again(partial, self._none())
         parts, packer = Parts(partial, progress), Packer(self._length)
         try:
-            for rows, read in self._rows(packer, Place(progress.file, progress.begin)):
+            for rows, read in self._rows(packer, TokenPlace(progress.file, progress.begin)):
                 parts.add(Block(self._table(rows), rows.place.token, read), rows.place.unit)
             check_unchanged(self._documents)
         except DataChanged as error:
@@ -177,7 +186,7 @@ class _Writing:
         flat = {name: pa.array(values.reshape(-1)) for name, values in columns.items()}
         return pa.table({name: pa.FixedSizeListArray.from_arrays(flat[name], self._length) for name in columns})
 
-    def _rows(self, packer: Packer, start: Place) -> Iterator[tuple[PackedRows, int]]:
+    def _rows(self, packer: Packer, start: TokenPlace) -> Iterator[tuple[PackedRows, int]]:
         """Yield rows from a place on, and the bytes of the documents that have been read."""
         sizes = self._documents.unit_bytes
         read = sum(sizes[: start.unit])
@@ -185,7 +194,7 @@ class _Writing:
             at = 0
             for tokens, positions in self._tokens(unit):
                 cut = min(len(tokens), max(0, start.token - at)) if unit == start.unit else 0
-                rows = packer.add(tokens[cut:], positions[cut:], Place(unit, at + cut))
+                rows = packer.add(tokens[cut:], positions[cut:], TokenPlace(unit, at + cut))
                 at += len(tokens)
                 if rows is not None:
                     yield rows, read

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.data.convert.packed import PackedRows, Packer, Place, positions_of, slices, with_ends
+from raytrain_plus.data.convert.packed import PackedRows, Packer, TokenPlace, positions_of, slices, with_ends
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 5), max_size=9), max_size=30)
 UNITS = st.lists(DOCUMENTS, max_size=5)
-BEGIN = Place(0, 0)
+BEGIN = TokenPlace(0, 0)
 
 
 def flat(documents: list[list[int]], end: int | None) -> tuple[np.ndarray, np.ndarray]:  # type: ignore[type-arg]
@@ -22,7 +22,7 @@ def flat(documents: list[list[int]], end: int | None) -> tuple[np.ndarray, np.nd
 
 
 def packed(
-    units: list[list[list[int]]], length: int, end: int | None, most: int, start: Place = BEGIN
+    units: list[list[list[int]]], length: int, end: int | None, most: int, start: TokenPlace = BEGIN
 ) -> tuple[list[PackedRows], int]:
     """Pack documents, slice by slice, from a place on; return the rows and the number of tokens that are left."""
     packer, made = Packer(length), list[PackedRows]()
@@ -33,7 +33,7 @@ def packed(
         for begin, stop in slices(list(map(len, documents)), most):
             tokens, positions = flat(documents[begin:stop], end)
             cut = min(len(tokens), max(0, start.token - at)) if unit == start.unit else 0
-            rows = packer.add(tokens[cut:], positions[cut:], Place(unit, at + cut))
+            rows = packer.add(tokens[cut:], positions[cut:], TokenPlace(unit, at + cut))
             at += len(tokens)
             made += [] if rows is None else [rows]
     return made, packer.left
