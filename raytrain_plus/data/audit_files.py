@@ -118,7 +118,7 @@ def _matching(root: Path, pattern: Sequence[str]) -> set[Path]:
 
 
 class _Looked(NamedTuple):
-    """What a file is now."""
+    """The present state of a file."""
 
     fault: str
     """Why it cannot be read; empty if it can."""

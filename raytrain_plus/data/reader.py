@@ -210,7 +210,7 @@ class Batches:
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
         self._silent_at = NEVER
-        """What the stream had delivered when a read waited for it in vain."""
+        """The last read that the stream had delivered when the reader waited for it in vain."""
         self.failed: tuple[int, int] | None = None
         """The step and shard whose rows could not be collated."""
         self.streamed_reads = 0

@@ -224,14 +224,14 @@ class Stream:
         for number, batch in enumerate(batches):
             if self._closing:
                 return
-            if number == 0 and self._warm:
-                self._startup_s = time.monotonic() - started
-            elif number == 0 and self._is_passed(groups):
-                # Ray Data needs many seconds to load. To catch up from here would keep the reader waiting.
-                self._groups = itertools.chain(groups, self._groups)
-                self._warm = True
-                return
-            self._warm = True
+            if number == 0:
+                warm, self._warm = self._warm, True
+                if warm:
+                    self._startup_s = time.monotonic() - started
+                elif self._is_passed(groups):
+                    # Ray Data needs many seconds to load. To catch up from here would keep the reader waiting.
+                    self._groups = itertools.chain(groups, self._groups)
+                    return
             for read, table in _split(batch):
                 partial.setdefault(read, []).append(table)
                 have = sum(part.num_rows for part in partial[read])

@@ -48,7 +48,8 @@ def needs_of(order: Order, probe: Probe) -> Needs:
         else:
             own = {spelled(file): size for file, size in zip(index.places, index.file_bytes, strict=False)}
         # One remote file shows whether the store can be reached; each would be a round trip.
-        files |= dict([*own.items()][:1]) if any(isinstance(place_of(one), RemotePath) for one in [*own][:1]) else own
+        first = next(iter(own), None)
+        files |= {first: own[first]} if first is not None and isinstance(place_of(first), RemotePath) else own
     return Needs(probe, files, order.plan.collective == "horovod")
 
 

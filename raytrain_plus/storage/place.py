@@ -38,7 +38,7 @@ _PERMANENT = re.compile(r"NO_SUCH_|HTTP status 40[04]|CRC checksum|thrift|end of
 
 
 class Entry(NamedTuple):
-    """What a store says about a name."""
+    """The description of a name in a store."""
 
     is_file: bool
     """False for a folder."""
@@ -70,7 +70,7 @@ class RemotePath:
     settings: str = ""
     """pyarrow's settings, with the `?` before them."""
     entry: Entry | None = field(default=None, compare=False, repr=False)
-    """What a listing has said about it."""
+    """Its description, if a listing has given one."""
 
     def __str__(self) -> str:
         """Return the address without its settings."""

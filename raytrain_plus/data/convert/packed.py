@@ -65,7 +65,7 @@ class Packer:
             return None
         used, shape = rows * self._length, (rows, self._length)
         made = PackedRows(self._tokens[:used].reshape(shape), self._positions[:used].reshape(shape), self._place)
-        # Copies, so that they do not keep the rows in memory. What was kept before is less than a row.
+        # Copies, so that they do not keep the rows in memory. Fewer than a row were kept before.
         self._tokens, self._positions = self._tokens[used:].copy(), self._positions[used:].copy()
         self._place = TokenPlace(place.unit, place.token + used - kept)
         return made

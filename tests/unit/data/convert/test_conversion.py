@@ -131,6 +131,18 @@ def test_an_interrupted_conversion_continues_after_its_last_part(tmp_path: Path,
     assert {name: (made / name).stat().st_ino for name in before} == before, "its parts are kept"
 
 
+def kill_after_a_part(words: list[str], cache: Path) -> int:
+    """Kill the conversion into a cache that a command makes, after its first part; return the inode of that part."""
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A part whose progress is not written is made again.
+    while not any((parts.load_progress(one) or NONE).parts for one in cache.glob(".*.partial")):
+        assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    [partial] = cache.glob(".*.partial")
+    return (partial / "part-00000.parquet").stat().st_ino
+
+
 @pytest.mark.timeout(60)
 def test_a_killed_conversion_continues(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "rows.jsonl", [{"id": n, "t": "x" * 500} for n in range(400_000)])
@@ -139,14 +151,7 @@ def test_a_killed_conversion_continues(tmp_path: Path) -> None:
         "print(converted(Path(sys.argv[1]), 'jsonl', lambda read, of: None, Path(sys.argv[2])))"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    # A part whose progress is not written is made again.
-    while not any((parts.load_progress(one) or NONE).parts for one in (tmp_path / "cache").glob(".*.partial")):
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    [partial] = (tmp_path / "cache").glob(".*.partial")
-    first = (partial / "part-00000.parquet").stat().st_ino
+    first = kill_after_a_part(words, tmp_path / "cache")
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=50)
     made = Path(done.stdout.strip())
     assert (made / "part-00000.parquet").stat().st_ino == first

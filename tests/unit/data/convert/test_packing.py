@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,10 +32,10 @@ from raytrain_plus.data.tokens import POSITIONS
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.task import Task
+from tests.unit.data.convert.test_conversion import kill_after_a_part
 from tests.unit.data.test_tokens import save, texts
 
 TEXTS = ["the " * 600, *texts(400), ""]
-NONE = parts.Progress("")
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def write_jsonl(file: Path, documents: list[Any], name: str = "text") -> Path:
 
 
 def plain(file: Path, tokenizer: Path, length: int, end: int | None) -> tuple[list[list[int]], list[list[int]], int]:
-    """What a straightforward script makes of a file: its rows, their positions, and the number of tokens left."""
+    """Pack a file by a plain loop; return the rows, their positions, and the number of tokens that are left."""
     made = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     made.no_truncation()
     made.no_padding()
@@ -278,13 +277,7 @@ def test_a_killed_packing_continues(tmp_path: Path, saved: Path) -> None:
     def words(cache: str) -> list[str]:
         return [sys.executable, "-c", code, str(tmp_path / "a.parquet"), str(saved), str(tmp_path / cache)]
 
-    process = subprocess.Popen(words("cache"), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    while not any((parts.load_progress(one) or NONE).parts for one in (tmp_path / "cache").glob(".*.partial")):
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    [partial] = (tmp_path / "cache").glob(".*.partial")
-    first = (partial / "part-00000.parquet").stat().st_ino
+    first = kill_after_a_part(words("cache"), tmp_path / "cache")
     made, whole = (
         Path(subprocess.run(words(cache), capture_output=True, text=True, check=True, timeout=60).stdout.strip())
         for cache in ("cache", "other")
