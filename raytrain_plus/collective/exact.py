@@ -117,6 +117,12 @@ class ExactSum:
                 scales[name] = _possible(exponent + bits - USUAL_BITS)
         return Reading(settled, scales)
 
+    def overflowed(self) -> list[str]:
+        """Return the names of the tensors that are not finite in some shard, after the sum over the world."""
+        return [
+            name for name, value in zip(self.names, self._magnitudes.tolist(), strict=True) if not math.isfinite(value)
+        ]
+
     def largest(self) -> npt.NDArray[np.int64]:
         """Return, for each tensor, the power of two that bounds the magnitudes added here.
 

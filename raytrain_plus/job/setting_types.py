@@ -12,6 +12,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
 """The formats of data."""
 
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]
+"""The formats of the numbers in forward and backward passes."""
+
 
 @functools.cache
 def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:

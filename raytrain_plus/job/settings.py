@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
-from raytrain_plus.job.setting_types import Format, fields_of, fits, flatten, nested, plain, spell_type
+from raytrain_plus.job.setting_types import Format, Precision, fields_of, fits, flatten, nested, plain, spell_type
 from raytrain_plus.job.value_checks import check_values
 
 
@@ -333,6 +333,16 @@ class Job:
     has more digits, but values more than 2^40 times smaller than the largest one sent with them become zero, which the
     run reports."""
 
+    precision: Precision = "fp32"
+    """Format of the numbers in forward and backward passes; weights, gradient sums and optimizer are float32 in all.
+
+    `fp32` (the default): the model's own. `tf32`: float32 with 10 bits of mantissa in matrix products, on GPUs of
+    NVIDIA's Ampere generation and later. `bf16`, `fp16`: `torch.autocast` around the loss and the evaluation, also on
+    CPUs; `fp16` scales the loss, and a step whose gradients overflow is computed again with half the scale.
+    `bf16-params`: as `bf16`, and the model holds bfloat16 copies of its trained weights of two or more dimensions, so
+    that no pass converts them.
+    """
+
     clip_norm: float | None = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
 
@@ -400,6 +410,7 @@ _SAME = (
     "parallel.microbatches",
     "reduction",
     "compression",
+    "precision",
     "clip_norm",
 )
 """Keys that must agree for two jobs to be the same, because the result depends on them.
@@ -416,6 +427,7 @@ _BEFORE = {
     "data.tokenizer": None,
     "data.pack": None,
     "compression": "none",
+    "precision": "fp32",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
     "parallel.partition": None,

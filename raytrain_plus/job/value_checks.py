@@ -288,6 +288,15 @@ def _compression(compression: str, reduction: str) -> _Problem:
     return what, "compression: none, or reduction: ring", ""
 
 
+def _precision(precision: str, schedule: str, gpus: float) -> _Problem:
+    if precision == "tf32" and not gpus:
+        return "tf32 is a format of GPUs, and workers.gpus is 0", "workers.gpus: 1, or another precision", ""
+    if precision == "fp16" and schedule == "pipedream":
+        what = "pipedream does not support fp16: a step that overflows is computed again, and it cannot repeat a step"
+        return what, "precision: bf16, or another schedule", ""
+    return None
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -420,6 +429,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),
+    (("precision", "parallel.schedule", "workers.gpus"), _precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),
     (("elastic.max_failures",), _at_least(0)),

@@ -7,7 +7,7 @@ of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Tr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.half import ring_wire
-from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, nothing
+from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_dtype, nothing
 
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
@@ -130,20 +130,6 @@ class Gradients:
         return int(torch.stack(counts).sum()) if counts else 0
 
     @contextmanager
-    def without(self, names: Collection[str]) -> Iterator[None]:
-        """Hide the gradients of these parameters while the context is open."""
-        absent = [
-            (parameter, view) for name, (parameter, view) in zip(self._names, self._views, strict=True) if name in names
-        ]
-        for parameter, _ in absent:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, view in absent:
-                parameter.grad = view
-
-    @contextmanager
     def reducing(self, world: World, check: Callable[[], None] = lambda: None) -> Iterator[list[Work]]:
         """Open for the step's last backward pass: submit each bucket once it is complete, the rest at the end.
 
@@ -220,11 +206,12 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     groups: list[list[nn.Parameter]] = []
     filled = 0
     for parameter in reversed(parameters):
-        nbytes = parameter.numel() * parameter.element_size()
+        dtype = gradient_dtype(parameter)
+        nbytes = parameter.numel() * dtype.itemsize
         fits = (
             groups
             and filled + nbytes <= bucket_bytes
-            and groups[-1][0].dtype == parameter.dtype
+            and gradient_dtype(groups[-1][0]) == dtype
             and groups[-1][0].device == parameter.device
         )
         if fits:

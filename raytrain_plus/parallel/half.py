@@ -24,7 +24,7 @@ import torch
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TaskError
-from raytrain_plus.parallel.wire import Named, Plain, Rider, Wire, allocate_bucket, nothing
+from raytrain_plus.parallel.wire import Named, Plain, Rider, Wire, allocate_bucket, gradient_dtype, nothing
 from raytrain_plus.torch_compat import write_count
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -42,7 +42,7 @@ def ring_wire(named: Named, rider: Rider, compressed: torch.dtype | None = None)
 
     Gradients that have 16 bits travel as they are.
     """
-    dtype = named[0][1].dtype if named else torch.float32
+    dtype = gradient_dtype(named[0][1]) if named else torch.float32
     if dtype in HALVES:
         return Half(named, rider, dtype)
     if compressed is not None:

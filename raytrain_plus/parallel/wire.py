@@ -154,6 +154,12 @@ def nothing(_: torch.dtype) -> int:
     return 0
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of a parameter's gradient: its own, unless `Tensor.grad_dtype` says otherwise."""
+    dtype: torch.dtype | None = parameter.grad_dtype
+    return parameter.dtype if dtype is None else dtype
+
+
 def real_numbers(tensor: torch.Tensor) -> int:
     """Return the number of real numbers in a tensor: two for each complex number."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
@@ -165,7 +171,7 @@ def allocate_bucket(named: Named, rider: Rider) -> tuple[torch.Tensor, list[torc
     The bucket holds real numbers: two for each number of a complex parameter.
     """
     like = named[0][1] if named else torch.zeros(0)
-    dtype = like.dtype.to_real()
+    dtype = gradient_dtype(like).to_real()
     sizes = [real_numbers(parameter) for _, parameter in named]
     flat = torch.zeros(sum(sizes) + rider(dtype), dtype=dtype, device=like.device)
     views: list[torch.Tensor] = []

@@ -1,11 +1,12 @@
 """A worker's training state: everything that a step changes, as named tensors and a JSON tree.
 
 Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, and for tensors among
-settings `group/...` and `scheduler/...`. Tied parameters appear once.
+settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ SKIPPED = "skipped"
 
 METRICS = "metrics"
 """A key of `Holding.counts`, if there are any: the most metrics that the loss has returned in a step so far."""
+
+LOSS_SCALE, LOSS_SCALE_STEPS = "loss scale", "loss scale steps"
+"""Keys of `Holding.counts`, if losses are scaled: the exponent of the scale, a power of 2, and its number of steps."""
 
 LEFT_ALONE = "left alone"
 """A key of `Holding.rules`: a parameter without a gradient keeps its value, as in PyTorch.
@@ -47,7 +51,7 @@ class Holding:
     persistent: Sequence[str] = ()
     """The buffers in the model's `state_dict`."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Counts over steps that belong to the state: see `SKIPPED` and `METRICS`."""
+    """Counts over steps that belong to the state: see `SKIPPED`, `METRICS` and `LOSS_SCALE`."""
     allowed: frozenset[str] = frozenset()
     """Tensors that may hold NaN or infinity, because they did when the run began."""
     rules: dict[str, bool] = field(default_factory=dict)
@@ -64,6 +68,14 @@ def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
     """Return the tensors of the model's `state_dict`, named as in the state. Also valid while a step computes."""
     unsaved = {f"buffer/{name}" for name in holding.buffers.keys() - set(holding.persistent)}
     return {name: value for name, value in model_state(holding).items() if name not in unsaved}
+
+
+def scale_values(counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    """Return the scale of the loss as named numbers; empty if losses are not scaled."""
+    if LOSS_SCALE not in counts:
+        return {}
+    values = {"scale/loss": math.ldexp(1.0, counts[LOSS_SCALE]), "scale/loss_steps": float(counts[LOSS_SCALE_STEPS])}
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
 def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state
+from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
 from raytrain_plus.state.tree import from_json
@@ -101,7 +101,7 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     for parameter, values in tree["optimizer"].items():
         held = from_json(values, lambda name, on_cpu: unpacked(snapshot.tensors[name], cpu))
         state |= optimizer_values(parameter, held)
-    return state
+    return state | scale_values(tree.get("counts", {}))
 
 
 def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:

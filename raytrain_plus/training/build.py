@@ -15,6 +15,7 @@ from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.whole import WholePasses
@@ -42,6 +43,8 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         device=device,
         exact=job.reduction == "exact",
         make_wire=_wire(job),
+        precision=Precision(job.precision, device),
+        shard_rows=job.data.batch_size // job.data.shards,
     )
     check_storable(state.holding())
     return state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, MutableMapping
 from numbers import Real
 from typing import Any, NamedTuple
@@ -78,8 +79,9 @@ def weighted_loss(
     place: Place,
     device: torch.device,
     reports: MutableMapping[int, ShardReport],
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return the weighted loss of a microbatch, and add it to the report of its shard.
+    """Return the weighted loss of a microbatch times `factor`, and add its mean to the report of its shard.
 
     Raises `TrainingError` if the loss depends on no trained parameter.
     """
@@ -90,7 +92,7 @@ def weighted_loss(
     if shard in reports and before.metrics.keys() != metrics.keys():
         raise differing(step, shard, "before")
     reports[shard] = before.plus(microbatch.rows, microbatch.ids, weight, float(loss.detach()), metrics)
-    return loss * weight
+    return loss * (weight * factor)
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int) -> Any:
@@ -109,7 +111,15 @@ def _scalar(loss: Any, who: str) -> torch.Tensor:
         raise TrainingError(f"{who} returned a loss of shape {tuple(loss.shape)}; {_EXPECTED}")
     if not loss.is_floating_point():
         raise TrainingError(f"{who} returned a loss of dtype {loss.dtype}, which has no gradient; {_EXPECTED}")
-    return loss.reshape(())
+    if loss.dtype in (torch.float16, torch.bfloat16):
+        digits = str(loss.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{who} returned a loss in {digits}, which has three digits at most; compute it from float32 values, such "
+            "as logits.float()",
+            stacklevel=2,
+        )
+    scalar: torch.Tensor = loss.reshape(())
+    return scalar.to(torch.promote_types(scalar.dtype, torch.float32))
 
 
 def _metrics(metrics: Any, who: str) -> dict[str, float]:

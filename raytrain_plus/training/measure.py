@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import SavedBytes
 from raytrain_plus.training.loss import check_depends, task_loss
+from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 TIMES = 3
@@ -30,7 +32,7 @@ COPIES = 4
 
 
 def measure_layers(
-    task: Task, seed: int, device: torch.device, microbatch: Microbatch, overlaps: bool = False
+    task: Task, seed: int, precision: Precision, microbatch: Microbatch, overlaps: bool = False
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
 
@@ -40,11 +42,11 @@ def measure_layers(
     `TaskError` if the model does not declare its layers or does not support overlapping steps; errors of the task
     propagate.
     """
-    work = Alone(task, seed, device, microbatch)
+    work = Alone(task, seed, precision, microbatch)
     names = layer_names(task, seed)
     given: Tensors | None = None
     found, trained = [], False
-    for number, (name, built) in enumerate(each_layer(task, seed, device, names)):
+    for number, (name, built) in enumerate(each_layer(task, seed, precision, names)):
         if overlaps and built.tied:
             copy, owner = next(iter(built.tied.items()))
             raise TaskError(
@@ -78,7 +80,7 @@ def measure_layers(
             Layer(
                 name,
                 min(seconds),
-                sum(value.nbytes * (COPIES if value.requires_grad else 1) for value in parameters),
+                sum(precision.kept_bytes(value, COPIES) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
                 saved.bytes,
                 _counted(chunk, work, given) if overlaps else 0,
@@ -88,13 +90,17 @@ def measure_layers(
     return tuple(found)
 
 
-def each_layer(task: Task, seed: int, device: torch.device, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
+def each_layer(task: Task, seed: int, precision: Precision, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
     """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
     if task.layers() is None:
-        yield from zip(names, build_chunks(task, seed, device, [(name,) for name in names]), strict=True)
-        return
-    for name in names:
-        [built] = build_chunks(task, seed, device, [(name,)])
+        every: Iterable[Built] = build_chunks(task, seed, precision.device, [(name,) for name in names])
+    else:
+        every = (build_chunks(task, seed, precision.device, [(name,)])[0] for name in names)
+    for name, built in zip(names, every, strict=True):
+        named = list(built.module.named_parameters())
+        precision.check_parameters(named)
+        if precision.has_masters:
+            to_bfloat16(named)
         yield name, built
 
 
@@ -134,10 +140,11 @@ def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
 class Alone:
     """A microbatch, as `chunk.PassWork`, with timed passes."""
 
-    def __init__(self, task: Task, seed: int, device: torch.device, microbatch: Microbatch) -> None:
+    def __init__(self, task: Task, seed: int, precision: Precision, microbatch: Microbatch) -> None:
         self._task = task
         self._seed = seed
-        self._device = device
+        self._precision = precision
+        self._device = precision.device
         self._microbatch = microbatch
         self._seconds = 0.0
 
@@ -166,7 +173,8 @@ class Alone:
         set_random_key(random_key(self._seed, "measure", chunk))
         self._wait()
         start = time.perf_counter()
-        yield
+        with self._precision.autocast() if kind == "F" else nullcontext():
+            yield
         self._wait()
         self._seconds += time.perf_counter() - start
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.parallel.autocast import check_modes
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.half import check_carried, ring_wire
 from raytrain_plus.parallel.wire import Exact, MakeWire
@@ -18,7 +19,9 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
 from raytrain_plus.training.rider import digits
 
@@ -33,6 +36,9 @@ class ModelPart:
     gradients: Gradients
     buffers: Buffers
     keys: LayerKeys
+    precision: Precision
+    masters: Mapping[str, nn.Parameter]
+    """The float32 weights of which parameters are copies, by name; see `masters`."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -46,10 +52,16 @@ class ModelPart:
         """
         keyed = self.keys.begin(step, shard, microbatch)
         written = self.gradients.writes()
-        with self.keys.opened(keyed):
+        with self.keys.opened(keyed), self.precision.autocast():
             yield keyed
         self.gradients.check_unchanged(written)
         self.check_unchanged(before)
+
+    @contextmanager
+    def evaluating(self, shard: int, microbatch: int) -> Iterator[None]:
+        """Open for a held-out microbatch's forward pass, with its random keys set."""
+        with self.keys.opened(self.keys.begin("evaluate", shard, microbatch)), self.precision.autocast():
+            yield
 
     def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise `TrainingError` if a parameter was written since `before`."""
@@ -71,11 +83,12 @@ def make_parts(
     exact: bool,
     make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
+    precision: Precision,
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
     `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
-    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly.
+    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that `precision` excludes.
     """
     return tuple(
         _make_part(
@@ -87,6 +100,7 @@ def make_parts(
             header_shards=None if number else shards,
             bucket_bytes=bucket_bytes,
             label=f".{number}",
+            precision=precision,
         )
         for number, one in enumerate(built)
     )
@@ -102,9 +116,14 @@ def _make_part(
     header_shards: int | None,
     bucket_bytes: int,
     label: str,
+    precision: Precision,
 ) -> ModelPart:
     named = list(built.module.named_parameters())
+    precision.check_parameters(named)
     check_summable(named, exact=exact_shards is not None)
+    masters = to_bfloat16(named) if precision.has_masters else {}
+    keys = LayerKeys(built.module, built.layers, seed)
+    built.module.register_forward_pre_hook(_checks_modes(keys, precision))
     return ModelPart(
         built.module,
         named,
@@ -116,8 +135,20 @@ def _make_part(
             label=label,
         ),
         Buffers(built.module, task, exact_shards, label),
-        LayerKeys(built.module, built.layers, seed),
+        keys,
+        precision,
+        masters,
     )
+
+
+def _checks_modes(keys: LayerKeys, precision: Precision) -> Callable[[nn.Module, object], None]:
+    """Return a hook that checks, at calls of the model in a pass, that the task has left autocast as it is."""
+
+    def check(_: nn.Module, __: object) -> None:
+        if keys.current is not None:
+            check_modes(precision.modes)
+
+    return check
 
 
 def check_summable(named: Sequence[tuple[str, nn.Parameter]], *, exact: bool) -> None:

@@ -30,6 +30,7 @@ from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.thread_control import Place
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
@@ -52,6 +53,7 @@ class ReplicaStage:
     """The chunks that this stage holds, in order, by their index in the model."""
     pipeline: Runner
     handovers: Handovers
+    sums: StepSums
     rider: Rider
     """It carries the header and the metrics, with the first part's first bucket."""
     device: torch.device
@@ -129,7 +131,8 @@ class ReplicaStage:
     ) -> torch.Tensor:
         """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
-        return weighted_loss(self.task, model, Microbatch(batch, place.rows, start, ids), place, self.device, reports)
+        microbatch = Microbatch(batch, place.rows, start, ids)
+        return weighted_loss(self.task, model, microbatch, place, self.device, reports, self.sums.loss_factor)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -235,6 +238,7 @@ def replica_stage(
         parts=held,
         pipeline=Pipeline(schedule, chunks),
         handovers=handovers,
+        sums=state.sums,
         rider=state.sums.rider,
         device=state.device,
         shards=state.shards,
@@ -278,6 +282,6 @@ class _HeldOut:
         self._control.enter("computing")
         if self._some[number][0] == 0:
             part.buffers.restore()
-        with part.keys.opened(part.keys.begin("evaluate", self._shard, self._some[number][0])):
+        with part.evaluating(self._shard, self._some[number][0]):
             yield
         self._control.enter("collective")

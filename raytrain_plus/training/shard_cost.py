@@ -98,7 +98,8 @@ def _passes_s(steps: SynchronousSteps, one: Microbatch) -> float:
     state.train()
 
     def passes() -> None:
-        loss = task_loss(state.task, state.module, on_device(one.batch, state.device), one.rows).loss
+        with state.precision.autocast():
+            loss = task_loss(state.task, state.module, on_device(one.batch, state.device), one.rows).loss
         torch.autograd.backward(loss)
 
     return _shortest_s(passes)

@@ -5,9 +5,10 @@
     last backward of all:  buckets submitted as they fill; the header rides on the first
     all sums complete -> divided by the weight -> checked -> clipped -> optimizer, scheduler, buffers    = applied
 
-A step is recomputed, before anything has changed, in two cases. If exact sums (`collective.exact`) did not fit their
-grids, it is recomputed on grids that fit. If a sum is not finite, it is recomputed with a check after each shard.
-`verdict` decides what follows.
+A step is recomputed, before anything has changed, in three cases. If exact sums (`collective.exact`) did not fit their
+grids, it is recomputed on grids that fit. If gradients of scaled losses are not finite, it is recomputed with half the
+scale (`loss_scale`). If a sum is not finite otherwise, it is recomputed with a check after each shard. What follows is
+decided by `verdict`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import StepTotals
+from raytrain_plus.training.loss_scale import LossScale
 from raytrain_plus.training.passes import Passes, Shards
 from raytrain_plus.training.remarks import Remarks
 from raytrain_plus.training.scheduler import rates_of
@@ -33,6 +35,7 @@ from raytrain_plus.training.verdict import (
     SKIPPED_IN_A_ROW,
     SumStatus,
     gradient_norm,
+    overflows,
     why_refused,
 )
 
@@ -51,6 +54,8 @@ class _Try:
 
     scales: Mapping[str, int]
     """The grids of its exact sums."""
+    loss_scale: LossScale | None = None
+    """The scale of its losses, if they have one."""
     search: FaultSearch | None = None
     """It checks each shard's gradients."""
     unfit: Sequence[str] = ()
@@ -98,8 +103,8 @@ class SynchronousSteps:
         """
         self.begun = step
         self.state.train()
-        one, reduce_s = _Try(self.state.scales), 0.0
-        for _ in range(TRIES):
+        one, reduce_s, tries = _Try(self.state.scales, self.state.loss_scale), 0.0, TRIES
+        while tries:
             computed = self._compute(step, shards, context, one)
             reduce_s += computed.reduce_s
             refused = why_refused(step, computed.totals.bad_shards, computed.status, searched=one.search is not None)
@@ -107,7 +112,9 @@ class SynchronousSteps:
                 if one.search is not None and not refused:
                     log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
                 return self._apply(step, computed, refused, reduce_s, context)
-            one = self._next_try(step, one, computed.status, context)
+            half = _half(one, computed, self.state.shards)
+            one = self._next_try(step, one, half, computed.status, context)
+            tries = tries - 1 if half is None else TRIES
         raise TrainingError(
             f"the gradients of step {step} are not reproducible: each computation gives very different values; "
             "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
@@ -116,7 +123,7 @@ class SynchronousSteps:
     def _compute(self, step: int, shards: Shards, context: StepContext, one: _Try) -> _Computed:
         """Run the passes and the sums of a step once."""
         state, passes, sums, search = self.state, self.passes, self.state.sums, one.search
-        state.begin(context.world.size, one.scales)
+        state.begin(context.world.size, one.scales, loss_scale=one.loss_scale)
         works = passes.run(step, shards, context, search)
         context.control.enter("collective")
         context.meanwhile()
@@ -132,23 +139,31 @@ class SynchronousSteps:
         if totals.bad_shards:
             squares[LOSS] = math.nan
         if not reading.settled:
-            squares |= dict.fromkeys(one.unfit, math.nan)
+            # All stages must know of an overflow, wherever it is.
+            overflowed = sums.overflowed() if one.loss_scale is not None else []
+            squares |= dict.fromkeys([*one.unfit, *overflowed], math.nan)
         fault = None if search is None else sums.first_fault(search, passes.chunks, step, context)
         if fault is not None:
             squares[fault.parameter] = math.nan
         if reading.settled or squares:
-            state.hold(Summed(step, totals, absent, dict(reading.scales)))
+            state.hold(Summed(step, totals, absent, dict(reading.scales), one.loss_scale))
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
         return _Computed(totals, status, time.monotonic() - start, absent)
 
-    def _next_try(self, step: int, one: _Try, status: SumStatus, context: StepContext) -> _Try:
-        """Return how a step is computed again whose sums do not fit their grids, or are not finite."""
+    def _next_try(self, step: int, one: _Try, half: LossScale | None, status: SumStatus, context: StepContext) -> _Try:
+        """Return how a step is computed again whose sums do not fit their grids, or are not finite.
+
+        `half`: half the scale of the loss, if that may help.
+        """
         if status.settled:
-            return _Try(one.scales, FaultSearch())
+            return _Try(one.scales, one.loss_scale, FaultSearch()) if half is None else _Try(one.scales, half)
         measured, bad = self.state.sums.measure(step, context)
+        if half is not None:
+            # What did not fit is measured again.
+            return _Try({name: scale for name, scale in {**one.scales, **measured}.items() if name not in bad}, half)
         # The gradients of these parameters were searched and are finite in each shard.
         unfit = [] if one.search is None else bad
-        return _Try({**one.scales, **measured}, FaultSearch() if bad else None, unfit)
+        return _Try({**one.scales, **measured}, one.loss_scale, FaultSearch() if bad else None, unfit)
 
     def _apply(self, step: int, computed: _Computed, refused: str, reduce_s: float, context: StepContext) -> Applied:
         """Apply a step, or skip it if it is `refused` and may be skipped."""
@@ -176,3 +191,10 @@ class SynchronousSteps:
                 f"; {skipped} consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows {skipped - 1}"
             )
         raise TrainingError(refused)
+
+
+def _half(one: _Try, computed: _Computed, shards: int) -> LossScale | None:
+    """Return half the scale of the loss if gradients have overflowed that may not with it."""
+    if one.loss_scale is None or computed.totals.bad_shards or not overflows(computed.status.squares):
+        return None
+    return one.loss_scale.halved(computed.totals.weight / shards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -48,6 +48,8 @@ class StepSums:
         self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
         self._shards = shards
         self._device = device
+        self.loss_factor = 1.0
+        """By what each microbatch's weighted loss is multiplied in this step; its gradients are divided by it."""
         self.rider = Rider(parts[0].gradients, [part.buffers for part in parts], shards)
 
     @property
@@ -57,12 +59,21 @@ class StepSums:
             *(part.buffers.exact for part in self._parts if part.buffers.exact),
         ]
 
-    def begin(self, scales: Mapping[str, int], metrics: int, members: int, *, buffers: bool = True) -> None:
+    def begin(
+        self,
+        scales: Mapping[str, int],
+        metrics: int,
+        members: int,
+        *,
+        buffers: bool = True,
+        loss_factor: float = 1.0,
+    ) -> None:
         """Clear all sums.
 
         `scales`: the exponents of the quanta of exact sums. `metrics`: how many of each shard there is room for.
-        `members`: those of the world. `buffers`: whether any may change.
+        `members`: those of the world. `buffers`: whether any may change. `loss_factor`: see the attribute.
         """
+        self.loss_factor = loss_factor
         self.rider.fit(metrics, members, buffers=buffers)
         for part in self._parts:
             part.gradients.begin(scales)
@@ -96,10 +107,14 @@ class StepSums:
             {name: scale for reading in readings for name, scale in reading.scales.items()},
         )
 
+    def overflowed(self) -> list[str]:
+        """Return the parameters whose exact sums are not finite."""
+        return [name for part in self._parts for exact in part.gradients.exact for name in exact.overflowed()]
+
     def take_means(self, weight: float) -> None:
-        """Turn the sums into gradients: divide them by the weight of all shards."""
+        """Turn the sums into gradients: divide them by the weight of all shards, and by the loss's factor."""
         for part in self._parts:
-            part.gradients.take_means(weight)
+            part.gradients.take_means(weight * self.loss_factor)
 
     def measure(self, step: int, context: StepContext) -> tuple[dict[str, int], list[str]]:
         """Return the grids that fit this step's values, and the values that are not
@@ -141,10 +156,14 @@ class StepSums:
     @contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
         """Hide the gradients of these parameters while the context is open."""
-        with ExitStack() as stack:
-            for part in self._parts if names else ():
-                stack.enter_context(part.gradients.without(names))
+        hidden = [(value, value.grad) for name, value in self._trained if name in names]
+        for value, _ in hidden:
+            value.grad = None
+        try:
             yield
+        finally:
+            for value, gradient in hidden:
+                value.grad = gradient
 
     def flushed(self) -> int:
         """Return how many values of the sums, other than zero, were sent as zero by any worker."""

@@ -23,8 +23,11 @@ from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, m
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.header import StepTotals
+from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
+from raytrain_plus.training.masters import Masters
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
+from raytrain_plus.training.precision import FP32, Precision
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.verdict import gradient_norm
@@ -40,6 +43,8 @@ class Summed:
     """The parameters held here that got no gradient."""
     scales: dict[str, int]
     """The grids of the next exact sums."""
+    loss_scale: LossScale | None = None
+    """The scale of the loss in this step, if it has one."""
 
 
 class TrainState:
@@ -57,18 +62,29 @@ class TrainState:
         exact: bool = False,
         make_wire: MakeWire = ring_wire,
         bucket_bytes: int = BUCKET_BYTES,
+        precision: Precision = FP32,
+        shard_rows: int = 1,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. Raises `TaskError` for parameters that cannot be
-        summed exactly, and for a scheduler that needs an argument.
+        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. Raises
+        `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
-        self.task, self.device, self.shards = task, device, shards
+        self.task, self.device, self.shards, self.precision = task, device, shards, precision
         self.parts = make_parts(
-            task, built, seed=seed, shards=shards, exact=exact, make_wire=make_wire, bucket_bytes=bucket_bytes
+            task,
+            built,
+            seed=seed,
+            shards=shards,
+            exact=exact,
+            make_wire=make_wire,
+            bucket_bytes=bucket_bytes,
+            precision=precision,
         )
         named = [pair for part in self.parts for pair in part.parameters]
-        self.named = [(name, value) for name, value in named if value.requires_grad]
+        masters = {name: value for part in self.parts for name, value in part.masters.items()}
+        self._masters = Masters([(name, value) for name, value in named if value.requires_grad], masters)
+        self.named = self._masters.named
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
@@ -87,6 +103,8 @@ class TrainState:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
+        if precision.scales_loss:
+            put(first_scale(shard_rows), self.counts)
         self._clip_norm = clip_norm
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
@@ -110,13 +128,27 @@ class TrainState:
         [part] = self.parts
         return part.module
 
-    def begin(self, members: int, scales: Mapping[str, int], *, buffers: bool = True) -> None:
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale with which the next step begins; None if losses are not scaled."""
+        return found_in(self.counts)
+
+    def begin(
+        self,
+        members: int,
+        scales: Mapping[str, int],
+        *,
+        buffers: bool = True,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         """Clear the sums for a step over a world of so many members; nothing changes that is committed.
 
         `scales`: the grids of exact sums. `buffers`: whether any may change.
         """
         self._held = self._ended = None
-        self.sums.begin(scales, self.counts.get(METRICS, 0), members, buffers=buffers)
+        factor = 1.0 if loss_scale is None else loss_scale.factor
+        self.sums.begin(scales, self.counts.get(METRICS, 0), members, buffers=buffers, loss_factor=factor)
+        self._masters.share_gradients()
 
     def hold(self, summed: Summed) -> None:
         """Hold a step whose sums are all complete here, so that it can be applied."""
@@ -137,7 +169,10 @@ class TrainState:
         norm = gradient_norm(squares)
         self.squares = dict(squares)
         self._make_room(held.totals)
-        if not math.isfinite(norm):
+        fits = math.isfinite(norm)
+        if held.loss_scale is not None:
+            put(held.loss_scale.after_step() if fits else held.loss_scale, self.counts)
+        if not fits:
             self.restore_buffers()
             self.counts[SKIPPED] += 1
             self.last_applied = held.step
@@ -185,6 +220,7 @@ class TrainState:
         """Replace the state by another worker's."""
         self.discard()
         transfer.load_snapshot(snapshot, self.holding())
+        self._masters.copy_to_model()
         self.restore_buffers()
         self.last_applied = snapshot.step
 
@@ -228,6 +264,7 @@ class TrainState:
         if self.optimizer is not None:
             with self.sums.without(summed.absent if self.rules[LEFT_ALONE] else ()):
                 self.optimizer.step()
+            self._masters.copy_to_model()
         if self.scheduler is not None:
             self.scheduler.step()
 

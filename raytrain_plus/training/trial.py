@@ -43,6 +43,7 @@ from raytrain_plus.training.measure import Alone, backward, each_layer, forward,
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, check_best
 from raytrain_plus.training.model import layer_names
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
@@ -241,10 +242,10 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     start = time.monotonic()
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        layers = measure_layers(task, job.seed, device, batch, job.parallel.overlaps)
+        layers = measure_layers(task, job.seed, Precision(job.precision, device), batch, job.parallel.overlaps)
         seconds = time.monotonic() - start
         few = None if held_out is None else _batch(job, task, held_out, wanted)
-        returned = _one_by_one(task, job, device, batch, few)
+        returned = _one_by_one(task, job, Precision(job.precision, device), batch, few)
     remarks, metrics = list[str](), {}
     if few is not None:
         metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
@@ -259,15 +260,15 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     )
 
 
-def _one_by_one(task: Task, job: Job, device: torch.device, batch: Microbatch, held_out: Microbatch | None) -> Any:
+def _one_by_one(task: Task, job: Job, precision: Precision, batch: Microbatch, held_out: Microbatch | None) -> Any:
     """Make an optimizer step with each layer alone, and pass a held-out microbatch through all.
 
     Returns what `evaluate` returns for it.
     """
-    work = Alone(task, job.seed, device, batch)
+    work = Alone(task, job.seed, precision, batch)
     names = layer_names(task, job.seed)
     output, evaluated, empty, stepped = None, None, None, False
-    for number, (_, built) in enumerate(each_layer(task, job.seed, device, names)):
+    for number, (_, built) in enumerate(each_layer(task, job.seed, precision, names)):
         module = built.module.train()
         chunk = Chunk(module, number, [0] * len(names))
         output = forward(chunk, work, output)
@@ -283,7 +284,7 @@ def _one_by_one(task: Task, job: Job, device: torch.device, batch: Microbatch, h
             module.eval()
             with torch.no_grad():
                 chunk = Chunk(module, number, [0] * len(names))
-                evaluated = forward(chunk, _Evaluated(task, job.seed, device, held_out), evaluated)
+                evaluated = forward(chunk, _Evaluated(task, job.seed, precision, held_out), evaluated)
     if empty is not None and not stepped:
         raise empty
     return evaluated
@@ -401,7 +402,8 @@ def _footprint(
         nonlocal seconds
         batch = _batch(job, other, rows, count)
         start = time.monotonic()
-        task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
+        with state.precision.autocast():
+            task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
         seconds = BACKWARD * (time.monotonic() - start) / batch.rows
 
     try:

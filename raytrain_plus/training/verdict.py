@@ -80,6 +80,17 @@ def gradient_norm(squares: Mapping[str, float]) -> float:
     return math.sqrt(total) if total >= 0 else math.nan
 
 
+def overflows(squares: Mapping[str, float]) -> bool:
+    """Return whether a parameter's gradient is not finite.
+
+    >>> overflows({"a": 1.0, "buffer/b": math.nan}), overflows({"a": math.inf})
+    (False, True)
+    """
+    return any(
+        not (math.isfinite(square) or name == LOSS or name.startswith(BUFFER)) for name, square in squares.items()
+    )
+
+
 def of_step(step: int, squares: Mapping[str, float]) -> dict[str, float]:
     """Return the squared norms under names that include the step; `squares_of` is the inverse."""
     return {f"{step}/{name}": square for name, square in squares.items()}

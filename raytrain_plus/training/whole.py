@@ -39,7 +39,7 @@ class WholePasses:
         """Prepare to run the whole model, which `state` is of."""
         [self._part] = state.parts
         self._task, self._device, self._shards = state.task, state.device, state.shards
-        self._rider = state.sums.rider
+        self._sums, self._rider = state.sums, state.sums.rider
         self.metrics = OwnMetrics()
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
@@ -57,7 +57,7 @@ class WholePasses:
             control.compute(place)
             part.buffers.renew(committed=index == 0)
             with part.forward(step, shard, index, before) as keyed:
-                loss = weighted_loss(self._task, part.module, one, place, self._device, reports)
+                loss = weighted_loss(self._task, part.module, one, place, self._device, reports, self._sums.loss_factor)
             if ends_shard:
                 part.buffers.end_shard(shard, place.offset + one.rows)
             if ends_step:
@@ -109,7 +109,7 @@ class WholePasses:
                 if index == 0:
                     part.buffers.restore()
                 weight = default_weight(self._task, one.batch, one.rows)
-                with part.keys.opened(part.keys.begin("evaluate", shard, index)):
+                with part.evaluating(shard, index):
                     given = held_out_metrics(self._task, part.module, to_device(one.batch, self._device), one.rows)
                 means, outputs = checked(given, one.rows, summarised, counts_tokens(self._task))
                 found.outputs.setdefault(shard, []).append(outputs)

@@ -27,6 +27,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_state, task_of
 from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.trial import Trial, check_alike, try_task
@@ -96,6 +97,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
     )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    Precision(job.precision, device).set_up()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     trial = _trial(plan, cls, device, transform) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
@@ -120,7 +122,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         first = feeds.first()
         # To measure the layers warms up what a first step needs; a trial has done so.
         layers = (
-            trial.layers if trial is not None else measure_layers(task, job.seed, device, first, job.parallel.overlaps)
+            trial.layers
+            if trial is not None
+            else measure_layers(task, job.seed, Precision(job.precision, device), first, job.parallel.overlaps)
         )
         ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
     made = Prepared(

@@ -17,7 +17,7 @@ from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.finite import check_finite
-from raytrain_plus.state.holding import saved_model
+from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import bytes_of, entry_of, optimizer_state, state_sha256
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
@@ -120,4 +120,5 @@ def sha256_of(state: TrainState) -> str:
 
 def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Return the tensors that the state's hash covers."""
-    return {**saved_model(state.holding()), **optimizer_state(state.optimizer, state.named)}
+    optimizer = optimizer_state(state.optimizer, state.named)
+    return {**saved_model(state.holding()), **optimizer, **scale_values(state.counts)}

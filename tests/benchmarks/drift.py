@@ -118,7 +118,7 @@ class RingWorld:
 
 
 class Done:
-    def done(self) -> bool:
+    def ended(self, within_s: float) -> bool:
         return True
 
     def finish(self) -> None:

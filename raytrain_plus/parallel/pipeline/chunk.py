@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.autocast import check_modes, open_modes
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, flattened
 from raytrain_plus.torch_compat import is_view
@@ -347,17 +348,17 @@ class _ModelStandIn(nn.Module):
         self._run = run
         self._called = False
         self._grad = torch.is_grad_enabled()
+        self._modes = open_modes()
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         if self._called:
             raise TrainingError("the loss calls the model more than once; with parallel.pipeline it may call it once")
         self._called = True
-        modes = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-        if modes or torch.is_grad_enabled() != self._grad:
-            what = f"torch.autocast for {modes[0]}" if modes else "a different gradient mode"
+        check_modes(self._modes)
+        if torch.is_grad_enabled() != self._grad:
             raise TrainingError(
-                f"the loss calls the model under {what}, which does not reach the middle stages of parallel.pipeline: "
-                "enter it in the layers' own forward"
+                "the loss calls the model under a different gradient mode, which does not reach the middle stages of "
+                "parallel.pipeline: enter it in the layers' own forward"
             )
         return self._run(*arguments, **named)
 

@@ -111,6 +111,13 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + PIPEDREAM, ["reduction=exact"], "pipedream does not support reduction: exact"),
         (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm, which needs the gradients of all stages at the same step"),
         (GOOD + PIPEDREAM, ["elastic.on_nonfinite=skip"], "pipedream does not support on_nonfinite: skip"),
+        (GOOD, ["precision=tf32"], "tf32 is a format of GPUs, and workers.gpus is 0"),
+        (
+            GOOD + STAGES,
+            ["precision=fp16", "parallel.schedule=pipedream"],
+            "pipedream does not support fp16: a step that overflows is computed again",
+        ),
+        (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
         (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
         (GOOD + PIPEDREAM, ["workers.min=1"], "lets the run repartition the model"),
@@ -280,6 +287,7 @@ KEPT = {
     "parallel.microbatches": "4",
     "reduction": "exact",
     "compression": "bf16",
+    "precision": "bf16",
     "clip_norm": "1.5",
 }
 """Settings that a run keeps for life: a job with other values is a different job."""

@@ -134,15 +134,6 @@ def test_a_parameter_has_a_gradient_if_any_worker_gave_it_one() -> None:
         assert gradients.without_gradient() == absent
 
 
-def test_a_gradient_is_missing_only_inside_the_context() -> None:
-    used, unused = parameters(2, 2)
-    gradients = Gradients(named([used, unused]))
-    view = unused.grad
-    with gradients.without({"p1"}):
-        assert (used.grad is None, unused.grad is None) == (False, True)
-    assert unused.grad is view
-
-
 @pytest.mark.parametrize("change", [lambda value: value.zero_(), lambda value: value.mul_(0.5)])
 def test_gradients_that_are_changed_in_place_are_an_error(change) -> None:  # type: ignore[no-untyped-def]
     first, second = parameters(3, 2)

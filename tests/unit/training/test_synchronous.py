@@ -29,7 +29,7 @@ from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.timeline import Kind
-from raytrain_plus.state.holding import saved_model
+from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import optimizer_state, state_sha256
 from raytrain_plus.training import replica as replica_module
 from raytrain_plus.training import synchronous
@@ -39,6 +39,7 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
+from raytrain_plus.training.precision import FP32, Precision
 from raytrain_plus.training.replica import AT_ONCE, replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
@@ -209,19 +210,30 @@ def control() -> Control:
     return made
 
 
-def state_of(task: Task, built: Any, exact: bool) -> TrainState:
-    return TrainState(task, built, seed=SEED, shards=SHARDS, clip_norm=0.5, device=CPU, exact=exact, bucket_bytes=300)
+def state_of(task: Task, built: Any, exact: bool, precision: Precision = FP32) -> TrainState:
+    return TrainState(
+        task,
+        built,
+        seed=SEED,
+        shards=SHARDS,
+        clip_norm=0.5,
+        device=CPU,
+        exact=exact,
+        bucket_bytes=300,
+        precision=precision,
+        shard_rows=MICROBATCHES * ROWS,
+    )
 
 
 def tensors_of(one: TrainState) -> dict[str, torch.Tensor]:
     """In the form that its hash takes."""
-    return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named)}
+    return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named), **scale_values(one.counts)}
 
 
-def alone(exact: bool, task: type[Task] = Deep) -> Told:
+def alone(exact: bool, task: type[Task] = Deep, precision: Precision = FP32) -> Told:
     """Return one worker's results."""
     made = task()
-    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact))
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact, precision))
     applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
     return applied, tensors_of(one.state)
 
@@ -233,6 +245,7 @@ def together(
     task: type[Task] = Deep,
     wished: Callable[[int, int], Flags] = lambda seat, step: Flags(),
     act: Callable[..., Any] | None = None,
+    precision: Precision = FP32,
 ) -> list[Any]:
     """Return each worker's results for so many replicas of so many stages, or those of `act`."""
     where = chunk_stages(schedule, shape.stages)
@@ -249,7 +262,7 @@ def together(
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
-            state = state_of(made, build_chunks(made, SEED, CPU, chunks), exact)
+            state = state_of(made, build_chunks(made, SEED, CPU, chunks), exact, precision)
         tied = Layers(Stage(stage, shape.stages), (), where_is).apart(state.tied)
         peers = Threads(stage, mails[replica])
         passes = replica_stage(Synchronous, state, peers, schedule=schedule, stages=shape.stages, tied=tied)
@@ -303,6 +316,17 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
         assert whole.keys() == state.keys()
         assert [name for name in state if not torch.equal(state[name], whole[name])] == []
         assert state_sha256(whole) == state_sha256(state)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-params"])
+def test_the_bits_are_those_of_one_worker_in_16_bits(name: Any, schedule: Schedule) -> None:
+    precision = Precision(name)
+    applied, state = alone(exact=True, precision=precision)
+    assert ("scale/loss" in state) == (name == "fp16")
+    for found, own in together(Shape(1, 2), schedule, exact=True, precision=precision):
+        assert found == applied
+        assert [key for key, value in own.items() if not torch.equal(state[key], value)] == []
 
 
 @pytest.mark.parametrize("schedule", ALL)

@@ -378,7 +378,7 @@ def fails(model: nn.Module, given: Any) -> torch.Tensor:
     ("the_loss", "words"),
     [
         (twice, "the loss calls the model more than once"),
-        (casts, r"under torch.autocast for cpu, which does not reach"),
+        (casts, r"the task opens torch.autocast for cpu in bfloat16 around the model: leave that to the setting"),
         (silences, "under a different gradient mode"),
         (looks, "the loss accesses the parameters of the model"),
         (inside, "the loss accesses 'out' of the model"),
