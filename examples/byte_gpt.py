@@ -111,7 +111,7 @@ class ByteGPT(Task):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         text = batch["bytes"].long()
         scores = model(text[:, :-1])
-        return F.cross_entropy(scores.reshape(-1, VOCABULARY), text[:, 1:].reshape(-1))
+        return F.cross_entropy(scores.reshape(-1, VOCABULARY).float(), text[:, 1:].reshape(-1))
 
     def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         loss = self.loss(model, batch)

@@ -17,11 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 pytree = _pytree
 """Trees of tensors: flattening, and the types of their nodes."""
+
+
+DEAR_OPERATIONS = frozenset(
+    operation.default
+    for name in (
+        *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"),
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+    if (operation := getattr(torch.ops.aten, name, None)) is not None
+)
+"""Operations that take more time than their results take memory: matrix products, convolutions and attention."""
 
 
 def write_count(tensor: torch.Tensor) -> int:
@@ -42,6 +59,11 @@ def is_view(tensor: torch.Tensor) -> bool:
 def float64_norms(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the norm of each tensor, by one kernel: all must have the same device and dtype."""
     return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target, by few kernels; dtypes may differ."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -108,3 +130,29 @@ class _NoModules(nullcontext[None]):
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+class CreatedStorages(TorchDispatchMode):
+    """A context that follows the memory which operations of this thread allocate for their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and note the storages of its results."""
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            # A view of what was given is no new memory.
+            if storage._cdata not in given:
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def living(self) -> int:
+        """Return the bytes of those that still exist."""
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+
+def _storages(values: Any) -> list[Any]:
+    return [value.untyped_storage() for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor)]

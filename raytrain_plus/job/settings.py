@@ -9,7 +9,17 @@ from typing import Any, Literal, get_args
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
-from raytrain_plus.job.setting_types import Format, Precision, fields_of, fits, flatten, nested, plain, spell_type
+from raytrain_plus.job.setting_types import (
+    Format,
+    Precision,
+    Recompute,
+    fields_of,
+    fits,
+    flatten,
+    nested,
+    plain,
+    spell_type,
+)
 from raytrain_plus.job.value_checks import check_values
 
 
@@ -342,6 +352,11 @@ class Job:
     `bf16-params`: as `bf16`, and the model holds bfloat16 copies of its trained weights of two or more dimensions, so
     that no pass converts them.
     """
+
+    recompute: Recompute = "none"
+    """Layers that keep only their input for the backward pass, and are computed again in it, to save memory (activation
+    checkpointing). `none` (the default), `full` (all) or a list of layer names; or `selective`: all, but the results of
+    matrix products, convolutions and attention are kept, too. The result has the same bits."""
 
     clip_norm: float | None = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""

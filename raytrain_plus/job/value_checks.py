@@ -297,6 +297,13 @@ def _precision(precision: str, schedule: str, gpus: float) -> _Problem:
     return None
 
 
+def _recompute(recompute: str | Sequence[str], schedule: str) -> _Problem:
+    if schedule != "zero-bubble" or recompute == "none":
+        return None
+    what = "the zero-bubble schedule makes each backward pass in two parts, and would compute every layer again in both"
+    return what, "recompute: none, or another schedule", ""
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -429,6 +436,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),
+    (("recompute", "parallel.schedule"), _recompute),
     (("precision", "parallel.schedule", "workers.gpus"), _precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),

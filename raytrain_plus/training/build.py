@@ -45,6 +45,7 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         make_wire=_wire(job),
         precision=Precision(job.precision, device),
         shard_rows=job.data.batch_size // job.data.shards,
+        recompute=job.recompute,
     )
     check_storable(state.holding())
     return state

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
 from torch import nn
+
+from raytrain_plus.torch_compat import CreatedStorages
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +54,28 @@ def total_memory(device: torch.device | None = None) -> int:
     return int(psutil.virtual_memory().total)
 
 
-class SavedBytes:
-    """Counts the bytes that a forward pass keeps for the backward pass, without parameters and buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._seen = {value.untyped_storage().data_ptr() for value in (*module.parameters(), *module.buffers())}
-        self.bytes = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Return a context in which forward passes are counted."""
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
-            yield
-
-    def _keep(self, value: torch.Tensor) -> torch.Tensor:
-        storage = value.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-        return value
+def kept_bytes(forward: Callable[[], object]) -> int:
+    """Return the bytes that a forward pass makes and keeps until its backward pass, its result included."""
+    with CreatedStorages() as created:
+        kept = forward()
+    found: int = created.living()
+    del kept
+    return found
 
 
 def measure_footprint(
     device: torch.device, module: nn.Module, forward: Callable[[int], object], small: int, large: int
 ) -> Footprint:
-    """Measure what a step needs; `forward` runs a forward pass with that many rows.
+    """Measure what a step needs; `forward` runs a forward pass with that many rows and returns its loss.
 
     Fixed are the memory that is in use now, on a CPU that of this process, and an optimizer with two values for each
     trained weight. What the forward pass keeps grows with the rows; values that live only within an operation are not
     counted.
     """
-    kept = through(*((rows, _kept(module, forward, rows)) for rows in (small, large)))
+    kept = through(*((rows, float(kept_bytes(partial(forward, rows)))) for rows in (small, large)))
     if device.type == "cuda":
         held = torch.cuda.memory_allocated(device)
     else:
         held = psutil.Process().memory_info().rss
     trained = sum(value.nbytes for value in module.parameters() if value.requires_grad)
     return Footprint(kept.fixed + held + 2 * trained, kept.per_row)
-
-
-def _kept(module: nn.Module, forward: Callable[[int], object], rows: int) -> float:
-    saved = SavedBytes(module)
-    with saved.counting():
-        forward(rows)
-    return float(saved.bytes)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from raytrain_plus.torch_compat import copy_each
+
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -48,4 +50,4 @@ class Masters:
         """Write the weights into the model, rounded."""
         if self._copies:
             with torch.no_grad():
-                torch._foreach_copy_([copy.data for copy in self._copies], [value.data for value in self._masters])
+                copy_each([copy.data for copy in self._copies], [value.data for value in self._masters])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,38 +13,46 @@ from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError
+from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
-from raytrain_plus.training.footprint import SavedBytes
+from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
 from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
+from raytrain_plus.training.recompute import layers_of, recompute_layers
 
-TIMES = 3
-"""How often a layer is run. The fastest run counts; the first one compiles and warms up."""
+TIMES = 2
+"""How often a layer is timed; the fastest run counts."""
 COPIES = 4
 """Copies of each parameter that a worker usually keeps: the parameter, its gradient and two optimizer values."""
 
 
 def measure_layers(
-    task: Task, seed: int, precision: Precision, microbatch: Microbatch, overlaps: bool = False
+    task: Task,
+    seed: int,
+    precision: Precision,
+    microbatch: Microbatch,
+    overlaps: bool = False,
+    recompute: Recompute = "none",
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
 
     Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
-    parameters with gradients and optimizer state, and a microbatch's activations. The last layer's seconds include the
-    loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its `counted_cost`. Raises
-    `TaskError` if the model does not declare its layers or does not support overlapping steps; errors of the task
-    propagate.
+    parameters with gradients and optimizer state, and what a microbatch's forward pass makes and keeps. The last
+    layer's seconds include the loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its
+    `counted_cost`. `recompute`: which layers are computed again. Raises `TaskError` if the model does not declare its
+    layers or does not support overlapping steps; errors of the task propagate.
     """
     work = Alone(task, seed, precision, microbatch)
     names = layer_names(task, seed)
+    again = layers_of(recompute, names)
     given: Tensors | None = None
     found, trained = [], False
     for number, (name, built) in enumerate(each_layer(task, seed, precision, names)):
@@ -56,16 +65,18 @@ def measure_layers(
             )
         module = built.module
         module.train()
+        recompute_layers(module, again, recompute)
         trained |= any(value.requires_grad for value in module.parameters())
         if number + 1 == len(names) and not trained:
             raise no_parameter()
         before = {buffer: value.clone() for buffer, value in module.named_buffers()} if overlaps else {}
         chunk = Chunk(module, number, [0] * len(names))
+        # This pass also compiles and warms up.
+        kept = kept_bytes(partial(forward, chunk, work, given))
+        work.taken()
         seconds = []
         for _ in range(TIMES):
-            saved = SavedBytes(module)
-            with saved.counting():
-                output = forward(chunk, work, given)
+            output = forward(chunk, work, given)
             backward(chunk, output)
             seconds.append(work.taken())
         for buffer, value in module.named_buffers() if overlaps else ():
@@ -82,7 +93,7 @@ def measure_layers(
                 min(seconds),
                 sum(precision.kept_bytes(value, COPIES) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
-                saved.bytes,
+                kept,
                 _counted(chunk, work, given) if overlaps else 0,
             )
         )

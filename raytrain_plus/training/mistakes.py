@@ -56,6 +56,7 @@ def advice_for(kind: str, text: str, batch: Described) -> Advice:
         _untracked,
         _attribute,
         _one_row,
+        _in_place,
     ):
         found = rule(kind, text, batch)
         if found is not None:
@@ -167,4 +168,14 @@ def _one_row(kind: str, text: str, batch: Described) -> Advice | None:
     return Advice(
         expected="at least two rows in a microbatch, for BatchNorm",
         remedy="use fewer data.shards or a larger data.batch_size, or a layer such as GroupNorm",
+    )
+
+
+def _in_place(kind: str, text: str, batch: Described) -> Advice | None:
+    if "modified by an inplace operation" not in text:
+        return None
+    return Advice(
+        expected="operations that leave alone what a backward pass still needs",
+        remedy="do without in-place operations such as x += y, x.mul_(2) and ReLU(inplace=True), above all on the "
+        "input of a layer that `recompute` computes again",
     )

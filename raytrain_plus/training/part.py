@@ -10,6 +10,7 @@ from functools import partial
 from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.parallel.autocast import check_modes
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.half import check_carried, ring_wire
@@ -23,6 +24,7 @@ from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
+from raytrain_plus.training.recompute import layers_of, recompute_layers
 from raytrain_plus.training.rider import digits
 
 
@@ -84,6 +86,7 @@ def make_parts(
     make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
     precision: Precision,
+    recompute: Recompute = "none",
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
@@ -101,6 +104,7 @@ def make_parts(
             bucket_bytes=bucket_bytes,
             label=f".{number}",
             precision=precision,
+            recompute=recompute,
         )
         for number, one in enumerate(built)
     )
@@ -117,12 +121,14 @@ def _make_part(
     bucket_bytes: int,
     label: str,
     precision: Precision,
+    recompute: Recompute,
 ) -> ModelPart:
     named = list(built.module.named_parameters())
     precision.check_parameters(named)
     check_summable(named, exact=exact_shards is not None)
     masters = to_bfloat16(named) if precision.has_masters else {}
     keys = LayerKeys(built.module, built.layers, seed)
+    recompute_layers(built.module, layers_of(recompute, built.layers), recompute, keys.recall)
     built.module.register_forward_pre_hook(_checks_modes(keys, precision))
     return ModelPart(
         built.module,

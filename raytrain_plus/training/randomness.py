@@ -89,6 +89,11 @@ class LayerKeys:
         """Make each layer called while the context is open draw by its own key of that microbatch."""
         return _Opened(self, keyed)
 
+    def recall(self, layer: str) -> None:
+        """Set the key of a layer that is computed again outside of its own call, in the context `opened`."""
+        if self.current is not None and layer in self._keyed:
+            self.current.set_key(layer)
+
     def apply(self, step: int) -> None:
         """Key the numbers that an optimizer draws in that step by (seed, step, 'apply')."""
         set_random_key(random_key(self._seed, step, "apply"))

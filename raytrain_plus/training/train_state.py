@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
@@ -64,6 +65,7 @@ class TrainState:
         bucket_bytes: int = BUCKET_BYTES,
         precision: Precision = FP32,
         shard_rows: int = 1,
+        recompute: Recompute = "none",
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
@@ -80,6 +82,7 @@ class TrainState:
             make_wire=make_wire,
             bucket_bytes=bucket_bytes,
             precision=precision,
+            recompute=recompute,
         )
         named = [pair for part in self.parts for pair in part.parameters]
         masters = {name: value for part in self.parts for name, value in part.masters.items()}

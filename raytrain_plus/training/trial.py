@@ -31,6 +31,7 @@ from raytrain_plus.job.task_loader import (
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
@@ -38,7 +39,7 @@ from raytrain_plus.training.build import build_state, initial_sums, task_of, who
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
-from raytrain_plus.training.loss import held_out_metrics, on_device, task_loss
+from raytrain_plus.training.loss import TaskLoss, held_out_metrics, on_device, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, check_best
@@ -242,7 +243,9 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     start = time.monotonic()
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        layers = measure_layers(task, job.seed, Precision(job.precision, device), batch, job.parallel.overlaps)
+        layers = measure_layers(
+            task, job.seed, Precision(job.precision, device), batch, job.parallel.overlaps, job.recompute
+        )
         seconds = time.monotonic() - start
         few = None if held_out is None else _batch(job, task, held_out, wanted)
         returned = _one_by_one(task, job, Precision(job.precision, device), batch, few)
@@ -299,7 +302,7 @@ def _summarised(task: Task, returned: Any, rows: int) -> dict[str, float]:
 
 def _optimizer_step(task: Task, module: nn.Module) -> bool:
     """Make a step of the task's optimizer and scheduler; return whether the module has anything to train."""
-    trained = [(name, value) for name, value in module.named_parameters() if value.requires_grad]
+    trained = [(name, _summed(value)) for name, value in module.named_parameters() if value.requires_grad]
     if trained:
         optimizer = task.optimizer(trained)
         scheduler = build_scheduler(task, optimizer)
@@ -307,6 +310,16 @@ def _optimizer_step(task: Task, module: nn.Module) -> bool:
         if scheduler is not None:
             scheduler.step()
     return bool(trained)
+
+
+def _summed(value: nn.Parameter) -> nn.Parameter:
+    """Return a trained parameter with the dtype of its gradient, as the optimizer of a run gets it."""
+    dtype = gradient_dtype(value)
+    if value.dtype == dtype:
+        return value
+    master = nn.Parameter(value.detach().to(dtype))
+    master.grad = value.grad
+    return master
 
 
 class _Evaluated(Alone):
@@ -398,13 +411,14 @@ def _footprint(
     # A task of its own, because one may keep something of its first batch's size.
     other = task_of(job, type(task), rows.sample_order.steps)
 
-    def forward(count: int) -> None:
+    def forward(count: int) -> TaskLoss:
         nonlocal seconds
         batch = _batch(job, other, rows, count)
         start = time.monotonic()
         with state.precision.autocast():
-            task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
+            found = task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
         seconds = BACKWARD * (time.monotonic() - start) / batch.rows
+        return found
 
     try:
         state.train()

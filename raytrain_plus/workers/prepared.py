@@ -124,7 +124,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         layers = (
             trial.layers
             if trial is not None
-            else measure_layers(task, job.seed, Precision(job.precision, device), first, job.parallel.overlaps)
+            else measure_layers(
+                task, job.seed, Precision(job.precision, device), first, job.parallel.overlaps, job.recompute
+            )
         )
         ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
     made = Prepared(

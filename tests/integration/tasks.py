@@ -497,6 +497,31 @@ class Timed(Net):
         return super().loss(model, batch) * (1 + 1e-6 * (time.perf_counter_ns() % 1000))
 
 
+class Steep(Faulty):
+    """For some rows, the gradients of scaled losses overflow float16; each such backward pass is a place "steep"."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.reach("loss")
+        time.sleep(self.pad_s)
+        scores = _Slope.apply(model(batch["x"]), 64.0 if bool((batch["x"][:, 0] > 2).any()) else 1.0, self)
+        return F.cross_entropy(scores.float(), batch["y"])
+
+
+class _Slope(torch.autograd.Function):
+    """The identity; its derivative is as given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, slope: float, task: Steep) -> torch.Tensor:
+        ctx.slope, ctx.task = slope, task
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if ctx.slope > 1:
+            ctx.task.reach("steep")
+        return gradients[0] * ctx.slope, None, None
+
+
 class Mortal(Net):
     """A task that kills every process but the first at random.
 

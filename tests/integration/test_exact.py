@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Workers
+from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Parallel, Workers
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
@@ -114,6 +114,16 @@ def test_verify_names_what_differs(tmp_path: Path, task: str) -> None:
     found = json.loads(done.stdout)
     assert found["differs"] == "after step 0, first in 'first.weight'"
     assert [trial["audit_clean"] for trial in found["trials"]] == [True, True]
+
+
+@pytest.mark.slow
+def test_layers_that_are_computed_again_change_no_bit(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = train(exact(tmp_path, "none", workers=Workers(min=1)))
+    killed = exact(tmp_path, "full", workers=Workers(min=2, max=3), args={"fault": "applied:kill:15"}, recompute="full")
+    assert ended(Run(killed)) == expected
+    stages = exact(tmp_path, "stages", workers=Workers(min=2), parallel=Parallel(pipeline=2), recompute="selective")
+    assert ended(Run(stages)) == expected
 
 
 @pytest.mark.slow

@@ -117,6 +117,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             ["precision=fp16", "parallel.schedule=pipedream"],
             "pipedream does not support fp16: a step that overflows is computed again",
         ),
+        (
+            GOOD + STAGES,
+            ["recompute=[in]", "parallel.schedule=zero-bubble"],
+            "the zero-bubble schedule makes each backward pass in two parts",
+        ),
         (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
         (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
@@ -318,6 +323,7 @@ FREE = {
     "checkpoint.keep": "5",
     "checkpoint.keep_best": "{metric: loss}",
     "evaluate": "{path: x, every_steps: 3}",
+    "recompute": "full",
     "trackers": "[mlflow]",
     "storage": "elsewhere",
 }

@@ -1,0 +1,80 @@
+"""`precision` on a real cluster: the same bits on any number of workers, through deaths and overflows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, attach
+from raytrain_plus.data.audit import audit
+from tests.integration.elastic import Run, job
+from tests.integration.tasks import write_data
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
+
+
+def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
+    data = Data(path=str(tmp_path / "data"), batch_size=36, shards=12, cache_mb=0)
+    held_out = Evaluate(path=str(tmp_path / "data"), every_steps=15)
+    settings = {"data": data, "steps": 30, "reduction": "exact", "evaluate": held_out, "task": "tasks:Steep"}
+    return job(tmp_path, name=name, **{**settings, **changes})
+
+
+def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
+    """Return hash, losses and metrics of a run; check that its audit is clean."""
+    result = run.finish()
+    assert result.status == "finished", result.error
+    found = audit(result.path)
+    assert found.clean, found.faults
+    return result.state_sha256, run.losses(), dict(result.metrics)
+
+
+def test_a_death_while_a_step_that_overflowed_is_computed_again_changes_no_bit(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), precision="fp16")))
+    run = Run(
+        exact(tmp_path, "killed", workers=Workers(min=2, max=3), precision="fp16", args={"fault": "steep:kill:2"})
+    )
+    assert ended(run) == expected
+    assert [file.read_text() for file in tmp_path.glob("reached-*")] == ["steep\n"]
+    assert len(run.events("recovered")) >= 1
+    other = ended(Run(exact(tmp_path, "fp32", workers=Workers(min=1))))
+    assert other[0] != expected[0]
+    assert expected[1] == pytest.approx(other[1], rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params", "fp16"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_same_bits_on_any_number_of_workers_and_stages(tmp_path: Path, precision: Any, stages: int) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), precision=precision)))
+    workers, parallel = Workers(min=stages, max=4), Parallel(pipeline=stages)
+    run = Run(
+        exact(
+            tmp_path,
+            "killed",
+            workers=workers,
+            parallel=parallel,
+            precision=precision,
+            args={"fault": "applied:kill:9"},
+        )
+    )
+    assert ended(run) == expected
+    assert len(run.events("recovered")) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16-params"])
+def test_a_run_that_was_stopped_resumes_with_the_same_bits(tmp_path: Path, precision: Any) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = ended(Run(exact(tmp_path, "whole", workers=Workers(min=2), precision=precision)))
+    run = Run(exact(tmp_path, "stopped", workers=Workers(min=2), precision=precision, args={"pad_s": 0.03}))
+    run.until_step(10)
+    attach(run.folder).stop()
+    assert run.finish().status == "stopped"
+    again = Run(replace(run.job, workers=Workers(min=1)), fresh=False)
+    assert ended(again)[0] == expected[0]
