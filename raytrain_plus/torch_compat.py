@@ -41,6 +41,10 @@ DEAR_OPERATIONS = frozenset(
 """Operations that take more time than their results take memory: matrix products, convolutions and attention."""
 
 
+_NORM_PART = 1 << 16
+"""Numbers that a norm on a CPU converts at a time."""
+
+
 def write_count(tensor: torch.Tensor) -> int:
     """Return how often the tensor's values have been written in place."""
     return tensor._version
@@ -57,8 +61,31 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 
 def float64_norms(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the norm of each tensor, by one kernel: all must have the same device and dtype."""
-    return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+    """Return the norm of each tensor, with few kernels; all must have the same device and dtype."""
+    large = [
+        number
+        for number, tensor in enumerate(tensors)
+        if tensor.numel() > _NORM_PART and tensor.device.type == "cpu" and tensor.dtype != torch.float64
+    ]
+    if not large:
+        return tuple(torch._foreach_norm(list(tensors), 2, dtype=torch.float64))
+    part = torch.empty(_NORM_PART, dtype=torch.float64)
+    found = {number: _float64_norm(tensors[number], part) for number in large}
+    small = [number for number in range(len(tensors)) if number not in found]
+    if small:
+        found |= zip(
+            small, torch._foreach_norm([tensors[number] for number in small], 2, dtype=torch.float64), strict=True
+        )
+    return tuple(found[number] for number in range(len(tensors)))
+
+
+def _float64_norm(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return a norm by way of `part`, a buffer that stays in the cache; torch would convert the whole tensor."""
+    total = torch.zeros((), dtype=torch.float64)
+    for values in tensor.reshape(-1).split(len(part)):
+        converted = part[: len(values)].copy_(values)
+        total += converted.dot(converted)
+    return total.sqrt_()
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
