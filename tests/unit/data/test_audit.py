@@ -60,7 +60,7 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
                 for shard, batches in feed.get(step, 10).shards.items():
                     count = sum(batch.rows for batch in batches)
                     ids = sum(batch.ids for batch in batches) % 2**64
-                    made[step][shard] = (batches[0].start, count, ids, count, 0.0)
+                    made[step][shard] = (batches[0].start, count, ids, count, 0.0, 0)
     return made
 
 
@@ -80,7 +80,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     record(run, generation, *range(len(notes)))
     written = Parts(LocalFolder(run))
     for step, of_step in enumerate(notes):
-        written.add(generation, step, of_step.tobytes())
+        written.add(generation, step, of_step.tobytes(), b"")
     written.close()
     if status is not None:
         (run / "result.json").write_text(json.dumps({"status": status, "steps": len(notes)}))
@@ -212,7 +212,7 @@ def test_a_missing_shard_says_nothing_of_the_others(job: Job) -> None:
 def test_a_step_that_was_entered_twice(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes)
-    pq.write_table(ledger_table([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
+    pq.write_table(ledger_table([(1, 4, notes[4].tobytes(), b"")]), run / "ledger" / "00000001-000000000004.parquet")
     record(run, 1, resumed=9)
     found = audit(run)
     assert found.faults[0] == "step 4 of shard 0 is in the ledger more than once (1.parquet)"
@@ -312,7 +312,7 @@ def test_impossible_entries_are_reported(job: Job) -> None:
     notes = notes_of(job)
     notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
     run = run_of(job, notes)
-    pq.write_table(ledger_table([(0, 2**61, notes[0].tobytes())]), run / "ledger" / "x.parquet")
+    pq.write_table(ledger_table([(0, 2**61, notes[0].tobytes(), b"")]), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.faults[0] == f"step {2**61} of shard 0 was never due"
     assert len(found.faults) == 4 + 3
@@ -356,7 +356,7 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:5], status=None)
     tail = run / "ledger" / "00000001-000000000005.parquet"
-    pq.write_table(ledger_table([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
+    pq.write_table(ledger_table([(1, step, notes[step].tobytes(), b"") for step in (5, 6, 7)]), tail)
     record(run, 1, 5, 6, 7)
     (run / "checkpoints").mkdir()
     for name in ("000000000003-00000000.json", "000000000006-00000001.json", "000000000009-00000001"):
@@ -380,7 +380,7 @@ def test_a_ledger_wrong_in_every_entry_gets_a_short_report(job: Job) -> None:
         of_step["ids"] += 1
         of_step["start"][0] += 1
     run = run_of(job, notes, status=None)
-    beyond = [(0, 1000 + 2 * step, notes[0].tobytes()) for step in range(500)]
+    beyond = [(0, 1000 + 2 * step, notes[0].tobytes(), b"") for step in range(500)]
     pq.write_table(ledger_table(beyond), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.num_faults == 4 * 500 + 4 * 500
@@ -411,7 +411,7 @@ def test_a_finished_run_must_have_every_step_in_the_ledger(job: Job) -> None:
 def test_entries_made_void_by_a_total_loss_do_not_count(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:7], status=None)
-    entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
+    entries = [(5, step, notes[step].tobytes(), b"") for step in range(4, 10)]
     pq.write_table(ledger_table(entries), run / "ledger" / "00000005-000000000004.parquet")
     recorded = (run / "events.ndjson").read_text()
     record(run, 5, *range(7, 10))
@@ -427,8 +427,8 @@ def test_events_that_are_cut_off_accuse_no_rows(job: Job) -> None:
     run = run_of(job, notes[:7], status=None)
     # The last steps of the first controller never reached the ledger.
     part = run / "ledger" / "00000000-000000000000.parquet"
-    pq.write_table(ledger_table([(0, step, notes[step].tobytes()) for step in range(6)]), part)
-    resumed = ledger_table([(5, step, notes[step].tobytes()) for step in range(4, 10)])
+    pq.write_table(ledger_table([(0, step, notes[step].tobytes(), b"") for step in range(6)]), part)
+    resumed = ledger_table([(5, step, notes[step].tobytes(), b"") for step in range(4, 10)])
     pq.write_table(resumed, run / "ledger" / "00000005-000000000004.parquet")
     record(run, 5, *range(4, 10), resumed=3)
     events = (run / "events.ndjson").read_text().splitlines(keepends=True)
@@ -466,7 +466,7 @@ def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> N
     for generation, steps in ((0, range(7)), (5, range(4, 10))):
         written = Parts(run)
         for step in steps:
-            written.add(generation, step, notes[step].tobytes())
+            written.add(generation, step, notes[step].tobytes(), b"")
         written.close()
     log = EventLog(run)
 

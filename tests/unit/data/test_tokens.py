@@ -24,8 +24,8 @@ from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.data.collate import pad
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.differences import differences
+from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.reader import first_rows
 from raytrain_plus.data.tokens import Tokenized, _loaded, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, InputError
 
