@@ -18,8 +18,8 @@ from raytrain_plus.storage.interface import Folder
 _NUMBERS = ("generation", "step", "shard", "start", "rows")
 _SUMS = ("ids", "step_ids")
 _COLUMNS = (*_NUMBERS, *_SUMS)
-_BEFORE = {"skipped": pa.array([0]), "skipped_rows": pa.nulls(1, pa.list_(pa.int64()))}
-"""The columns that older versions did not write, and what they would have written: they skipped no rows."""
+_LATER = {"skipped": pa.int64(), "skipped_rows": pa.list_(pa.int64())}
+"""The columns that parts without a skipped row lack, such as all of an older version."""
 ENTRY = np.dtype(
     [
         *((name, "<i8") for name in _NUMBERS),
@@ -34,8 +34,7 @@ _SCHEMA = pa.schema(
     [
         *((name, pa.int64()) for name in _NUMBERS),
         *((name, pa.uint64()) for name in _SUMS),
-        ("skipped", pa.int64()),
-        ("skipped_rows", pa.list_(pa.int64())),
+        *_LATER.items(),
     ]
 )
 
@@ -48,10 +47,12 @@ def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArr
         try:
             file = pa.BufferReader(run.read(name))
             table = _read(file).cast(_SCHEMA)
-            if any(table.column(column).null_count for column in (*_COLUMNS[:-1], "skipped")):
+            if any(table.column(column).null_count for column in _COLUMNS[:-1]):
                 raise ValueError("a column has nulls")
             summed = table.column("step_ids").is_valid().to_numpy()
-            table = table.set_column(len(_NUMBERS) + 1, "step_ids", table.column("step_ids").fill_null(0))
+            for column in ("step_ids", "skipped"):
+                filled = table.column(column).fill_null(0)
+                table = table.set_column(table.schema.get_field_index(column), column, filled)
         except (OSError, pa.ArrowException, KeyError, ValueError) as error:
             torn.append(f"{name} cannot be read: {first_line(error)}")
             continue
@@ -68,12 +69,12 @@ def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArr
 
 
 def _read(file: pa.BufferReader) -> pa.Table:
-    """Return the columns of a part of the ledger, which an older version may have written."""
+    """Return the columns of a part of the ledger; those that it lacks hold nulls."""
     parquet = pq.ParquetFile(file, page_checksum_verification=True)
-    older = [name for name in _BEFORE if name not in parquet.schema_arrow.names]
-    table = parquet.read(columns=[name for name in _SCHEMA.names if name not in older])
-    for name in older:
-        table = table.append_column(name, _BEFORE[name].take(pa.array(np.zeros(table.num_rows, np.int64))))
+    lacking = [name for name in _LATER if name not in parquet.schema_arrow.names]
+    table = parquet.read(columns=[name for name in _SCHEMA.names if name not in lacking])
+    for name in lacking:
+        table = table.append_column(name, pa.nulls(table.num_rows, _LATER[name]))
     return table.select(_SCHEMA.names)
 
 

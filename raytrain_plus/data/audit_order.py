@@ -74,8 +74,8 @@ class ExpectedOrder:
             raise ValueError("a dataset without rows")
         self._order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self._epochs = job["epochs"]
-        self._skips = data["on_error"] == "skip"
-        self.transformed = data["transform"] is not None
+        self._skips = data.get("on_error") == "skip"
+        self.transformed = data.get("transform") is not None
         """Whether the job has a `data.transform`."""
         self.steps = int(job["steps"]) if self._epochs is None else self._steps(int(self._epochs))
 

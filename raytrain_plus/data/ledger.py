@@ -22,7 +22,8 @@ identify the shard; if they do not, the audit reports the whole step.
     skipped      = how many rows of the span were left out because they cannot be used
     skipped_rows = their places, from 0, in the span; null if there are none
 
-The notes' ids are those of the other rows. So each row of a span is either used or skipped.
+Files in which no row is skipped lack these two columns. The notes' ids are those of the other rows, so each row of a
+span is either used or skipped.
 """
 
 from __future__ import annotations
