@@ -41,8 +41,8 @@ SCHEMA = pa.schema(
 )
 """One row for each shard of each committed step, sorted by shard and step within a part; see `data.ledger`."""
 SKIPPED_ROWS = pa.list_(pa.field("element", pa.int64()))
-"""The type of the column `skipped_rows`. Only parts with a skipped row have it, and `skipped`: they would take 5 KB of a
-thousand steps of 900 shards."""
+"""The type of the column `skipped_rows`. Only parts with a skipped row have it, and `skipped`: they would take 5 KB of
+a thousand steps of 900 shards."""
 
 PERIOD_S = 2.0
 """Minimum seconds between two writes."""

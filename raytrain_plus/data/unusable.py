@@ -24,13 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.errors import RaytrainError, first_line
 
 FAULT = "_raytrain_fault"
-"""The column that says why a row cannot be used; null for rows that can. The other columns of such a row are null."""
+"""The column that says why a row cannot be used; null for rows that can.
+
+The other columns of such a row repeat another row.
+"""
 
 RowByRow = Callable[[pa.Table], pa.Table]
 """Makes the same of each row whatever rows are beside it; gets and returns rows without ids. It must be picklable.
@@ -80,9 +82,8 @@ class Judged:
             made = pa.table({})
         elif self.faults:
             sources = np.zeros(len(ids), np.int64)
-            missing = np.ones(len(ids), np.bool_)
-            sources[self.places], missing[self.places] = np.arange(len(self.places)), False
-            made = made.take(pa.array(sources, mask=missing))
+            sources[self.places] = np.arange(len(self.places))
+            made = picked(made, sources)
         why = pa.array([self.faults.get(place) for place in range(len(ids))], pa.string())
         made = pa.table({ROW_ID: ids}) if not made.num_columns else made.append_column(ROW_ID, ids)
         return made.append_column(FAULT, why)
@@ -97,7 +98,18 @@ def faults_of(rows: pa.Table) -> dict[int, str]:
 
 def usable(rows: pa.Table) -> pa.Table:
     """Return the rows that can be used."""
-    return rows.filter(rows.column(FAULT).is_null()) if faults_of(rows) else rows
+    if not (faults := faults_of(rows)):
+        return rows
+    return picked(rows, np.setdiff1d(np.arange(rows.num_rows), list(faults)))
+
+
+def picked(rows: pa.Table, places: Places) -> pa.Table:
+    """Return the rows at these places, of which most follow each other.
+
+    Arrow's `take` and `filter` give other rows if these are a slice with nested lists of fixed sizes, such as images.
+    """
+    runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(places) else []
+    return pa.concat_tables([rows.slice(int(run[0]), len(run)) for run in runs]) if runs else rows.slice(0, 0)
 
 
 def is_bare(rows: pa.Table) -> bool:
@@ -106,19 +118,19 @@ def is_bare(rows: pa.Table) -> bool:
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return the rows of all tables; those without columns get the columns of the others, and hold nulls."""
-    known = next((table for table in tables if not is_bare(table)), None)
+    """Return the rows of all tables; those without columns get the columns of the others."""
+    known = next((table for table in tables if not is_bare(table) and table.num_rows), None)
     if known is None or not any(map(is_bare, tables)):
         return pa.concat_tables(tables)
-    return pa.concat_tables([_with_columns(table, known.schema) if is_bare(table) else table for table in tables])
+    return pa.concat_tables([_with_columns(table, known) if is_bare(table) else table for table in tables])
 
 
-def _with_columns(bare: pa.Table, schema: pa.Schema) -> pa.Table:
-    columns = [
-        bare.column(field.name) if field.name in (ROW_ID, FAULT) else pa.nulls(bare.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.Table.from_arrays(columns, schema=schema)
+def _with_columns(bare: pa.Table, known: pa.Table) -> pa.Table:
+    """Return rows of which none can be used with the columns of a table that has rows."""
+    repeated = picked(known, np.zeros(bare.num_rows, np.int64))
+    for name in bare.column_names:
+        repeated = repeated.set_column(repeated.schema.get_field_index(name), name, bare.column(name))
+    return repeated
 
 
 def judge(functions: Sequence[RowByRow], rows: pa.Table, again: Again) -> Judged:
@@ -158,7 +170,7 @@ def judge_block(transform: Callable[[pa.Table], pa.Table], rows: pa.Table, again
     """
     places, faults, tried = np.arange(rows.num_rows), dict[int, str](), False
     while len(places):
-        block = rows if len(places) == rows.num_rows else rows.take(column_of(places))
+        block = rows if len(places) == rows.num_rows else picked(rows, places)
         try:
             return Judged(transform(block), places, faults)
         except Exception as error:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger import NOTE, SKIPPED, row_ids
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import SCHEMA, Parts, ledger_table
 from raytrain_plus.data.reader import Batches
@@ -582,3 +582,109 @@ def test_a_damaged_resumed_event_is_refused(tmp_path: Path, line: str) -> None:
     (run / "events.ndjson").write_text(line + "\n")
     with pytest.raises(InputError, match="a `resumed` event is damaged"):
         audit(run)
+
+
+def skipping(job: Job) -> tuple[Job, list[np.ndarray], list[bytes]]:
+    """Return notes of a run that skipped two rows of the first file wherever they came: rows 3 and 12 of it."""
+    job = replace(job, data=replace(job.data, on_error="skip"))
+    seen = index(job.data.path)
+    order = sample_order_of(job, seen)
+    notes, skipped = notes_of(job), []
+    for step, of_step in enumerate(notes):
+        found = []
+        for shard in range(order.shards):
+            offset = 0
+            for part in order.row_ranges(shard, step):
+                places = order.permutation(part.epoch, part.unit)
+                assert places is not None
+                for place in places[part.start : part.start + part.rows].tolist():
+                    if (part.unit, place) in {(0, 3), (1, 2)}:
+                        row = int(row_ids("0.parquet", part.unit, 10)[place])
+                        of_step[shard]["ids"] = (int(of_step[shard]["ids"]) - row) % 2**64
+                        of_step[shard]["rows"] -= 1
+                        of_step[shard]["skipped"] += 1
+                        found.append((shard, offset))
+                    offset += 1
+        skipped.append(np.array(found, SKIPPED).tobytes())
+    return job, notes, skipped
+
+
+def run_that_skipped(job: Job, notes: list[np.ndarray], skipped: list[bytes]) -> Path:
+    run = run_of(job, notes)
+    entries = [(0, step, of_step.tobytes(), skipped[step]) for step, of_step in enumerate(notes)]
+    [part] = (run / "ledger").iterdir()
+    pq.write_table(ledger_table(entries), part)
+    return run
+
+
+def test_skipped_rows_are_counted_and_named(job: Job) -> None:
+    found = audit(run_that_skipped(*skipping(job)))
+    assert found.faults == ()
+    assert found.clean
+    assert found.epochs == (Epoch(0, 58, 0, 56, 0, None, 2), Epoch(1, 58, 0, 56, 0, None, 2))
+    named = {"row 3 of 0.parquet, row group 0", "row 2 of 0.parquet, row group 1"}
+    assert (found.skipped.times, found.skipped.rows, set(found.skipped.named)) == (4, 2, named)
+    assert "  skipped, because they cannot be used: 2 rows, 4 times in all" in found.lines()
+    assert found.lines()[-1] == "  every row that was due was used exactly once, or skipped"
+
+
+def first_with(skipped: list[bytes]) -> tuple[int, int, int]:
+    """Return step, shard and offset of the first skipped row."""
+    step = next(step for step, rows in enumerate(skipped) if rows)
+    return step, *np.frombuffer(skipped[step], SKIPPED)[0].tolist()
+
+
+def another_row(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, offset = first_with(skipped)
+    skipped[step] = np.array([(shard, (offset + 1) % 3)], SKIPPED).tobytes()
+
+
+def neither(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, _ = first_with(skipped)
+    notes[step][shard]["skipped"] = 0
+    skipped[step] = b""
+
+
+def both(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, offset = first_with(skipped)
+    notes[step][shard]["skipped"] = 2
+    skipped[step] = np.array([(shard, offset), (shard, offset)], SKIPPED).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (another_row, "rows outside the sample order were used"),
+        (neither, "used 2 rows from position"),
+        (both, "the ledger does not say which 2 of 4 rows were skipped"),
+    ],
+)
+def test_a_row_is_used_or_skipped_never_both_or_neither(
+    job: Job, plant: Callable[[list[np.ndarray], list[bytes]], None], words: str
+) -> None:
+    job, notes, skipped = skipping(job)
+    plant(notes, skipped)
+    found = audit(run_that_skipped(job, notes, skipped))
+    assert not found.clean
+    assert any(words in fault for fault in found.faults), found.faults
+
+
+def test_a_row_that_one_epoch_skipped_and_another_used_is_a_fault_unless_a_transform_decides(job: Job) -> None:
+    job, notes, skipped = skipping(job)
+    step, shard, _ = first_with(skipped)
+    used = notes_of(job)[step][shard]
+    notes[step][shard] = used
+    rest = np.frombuffer(skipped[step], SKIPPED)
+    skipped[step] = rest[rest["shard"] != shard].tobytes()
+    found = audit(run_that_skipped(job, notes, skipped))
+    [fault] = found.faults
+    assert fault.endswith("was used in epoch 0 and skipped in another one, although it is read alike in all epochs")
+    assert not found.clean
+    other = replace(job, name="transformed", data=replace(job.data, transform="a:b"))
+    assert audit(run_that_skipped(other, notes, skipped)).clean
+
+
+def test_rows_must_not_be_skipped_if_the_job_stops_for_them(job: Job) -> None:
+    _, notes, skipped = skipping(job)
+    found = audit(run_that_skipped(job, notes, skipped))
+    assert "rows were skipped, although data.on_error is stop" in found.faults[0]
