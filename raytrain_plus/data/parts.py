@@ -172,12 +172,15 @@ def ledger_table(entries: list[Entry]) -> pa.Table:
 
 def _skipped_rows(of_steps: list[bytes], shards: int) -> pa.Array:
     """Return the column `skipped_rows`, given the `SKIPPED` rows of each step."""
-    found: list[list[int] | None] = [None] * (len(of_steps) * shards)
-    for number, skipped in enumerate(of_steps):
-        for shard, offset in np.sort(np.frombuffer(skipped, SKIPPED)).tolist():
-            at = shard * len(of_steps) + number
-            found[at] = [*(found[at] or []), offset]
-    return pa.array(found, SKIPPED_ROWS)
+    found = [np.frombuffer(skipped, SKIPPED) for skipped in of_steps]
+    rows = np.concatenate(found)
+    notes = rows["shard"] * len(of_steps) + np.repeat(np.arange(len(of_steps)), [len(one) for one in found])
+    counts = np.bincount(notes, minlength=len(of_steps) * shards)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    values = column_of(rows["offset"][np.lexsort((rows["offset"], notes))])
+    # `pa.array` would load pandas: see `column_of`.
+    buffers = [pa.py_buffer(np.packbits(counts > 0, bitorder="little")), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(SKIPPED_ROWS, len(counts), buffers, children=[values])
 
 
 def _steps_of_a_part(notes: bytes) -> int:

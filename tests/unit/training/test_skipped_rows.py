@@ -94,6 +94,7 @@ def test_all_members_know_which_rows_were_skipped(exact: bool) -> None:
     for found, others in members:
         assert [one.skipped_rows for one in others] == [one.skipped_rows for one in steps]
         assert [one.notes for one in others] == [one.notes for one in steps]
+        assert [one.metrics.keys() for one in others] == [{"mean"}] * 3
         if exact:
             assert found == expected
 
