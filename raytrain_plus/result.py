@@ -41,6 +41,7 @@ _IF_THERE = {
     "copy_s": has.number(0, 1e12),
     "error": has.maybe(lambda value: has.text(value) if isinstance(value, str) else _ERROR(value)),
     "skipped": has.whole(0),
+    "rows_skipped": has.whole(0),
     "show": has.maybe(has.text),
     "trained_steps": has.maybe(has.whole(0)),
     "trained_samples": has.maybe(has.whole(0)),
@@ -57,7 +58,7 @@ class Result:
     """How a run ended, and its totals.
 
     A run that was resumed had several processes. Times, speeds and copies are those of the last one; steps, samples,
-    recoveries and skipped steps are those of the whole run.
+    recoveries, skipped steps and skipped rows are those of the whole run.
     """
 
     name: str
@@ -97,6 +98,8 @@ class Result:
     """Why a failed run ended; None for other runs."""
     skipped: int = 0
     """Committed steps that changed nothing because their sums were not finite (`elastic.on_nonfinite: skip`)."""
+    rows_skipped: int = 0
+    """Rows that were left out of the committed steps because they cannot be used (`data.on_error: skip`)."""
     show: str | None = None
     """The text that `Task.show` returned."""
     trained_steps: int | None = None

@@ -36,7 +36,7 @@ class Gathered:
 
 def optional_fields(record: StepRecord) -> dict[str, Any]:
     """Return the optional fields of the step's event, without those that it does not have."""
-    fields = {name: value for name in ("skipped", "metrics") if (value := getattr(record, name))}
+    fields = {name: value for name in ("skipped", "rows_skipped", "metrics") if (value := getattr(record, name))}
     if record.lr:
         fields["lr"] = record.lr[0] if len(record.lr) == 1 else list(record.lr)
     return fields

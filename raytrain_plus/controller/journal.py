@@ -83,7 +83,7 @@ class Journal:
         self._parts: Parts | None = None
         self._trackers: Trackers | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
-        self._totals = Totals(past.recoveries, past.stall_s, past.skipped)
+        self._totals = Totals(past.recoveries, past.stall_s, past.skipped, past.rows_skipped)
         self.gauges = Gauges(self._totals)
         self._incidents = Incidents()
         self._bubble = Bubble()
@@ -473,7 +473,7 @@ class Journal:
         if self._parts is None:
             return
         try:
-            self._parts.add(self.generation, record.step, record.notes)
+            self._parts.add(self.generation, record.step, record.notes, record.skipped_rows)
         except FolderGone:
             # This check reports where the folder is.
             self.check_fence()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from raytrain_plus.result import Result
@@ -24,6 +25,8 @@ class _TotalsRecord(Protocol):
     @property
     def skipped(self) -> bool: ...
     @property
+    def rows_skipped(self) -> int: ...
+    @property
     def seconds(self) -> float: ...
     @property
     def waited_s(self) -> float: ...
@@ -39,13 +42,23 @@ class _Sent(Protocol):
 class Totals:
     """Running sums over the committed steps: of the whole run, and of this process of it."""
 
-    def __init__(self, recoveries: int = 0, stall_s: float = 0.0, skipped: Collection[int] = ()) -> None:
-        """Begin with the recoveries, their seconds and the skipped steps of the run's earlier processes."""
+    def __init__(
+        self,
+        recoveries: int = 0,
+        stall_s: float = 0.0,
+        skipped: Collection[int] = (),
+        rows_skipped: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """Begin with the recoveries, their seconds, and the skipped steps and rows of the run's earlier processes.
+
+        `rows_skipped`: step -> the number of its rows that were left out.
+        """
         self.steps = 0
         self.samples = 0
         self.loss: float | None = None
         self.grad_norm: float | None = None
         self._skipped = set(skipped)
+        self._rows_skipped = dict(rows_skipped)
         self.first_time: float | None = None
         self.last_time = 0.0
         self._warm_s = 0.0
@@ -68,6 +81,7 @@ class Totals:
             self._first_step, self._first_sample = step + 1, samples
         self.steps, self.samples = step + 1, samples
         self._skipped = {skipped for skipped in self._skipped if skipped <= step}
+        self._rows_skipped = {skipped: rows for skipped, rows in self._rows_skipped.items() if skipped <= step}
         self._again_to = max(self._again_to, made)
 
     def add(self, record: _TotalsRecord) -> None:
@@ -78,6 +92,8 @@ class Totals:
         self.grad_norm = record.grad_norm
         if record.skipped:
             self._skipped.add(record.step)
+        if record.rows_skipped:
+            self._rows_skipped[record.step] = record.rows_skipped
         self.last_time = record.time
         self.again_s += record.seconds if record.step <= self._again_to else 0.0
         if self.first_time is None or self._begin is None:
@@ -101,6 +117,11 @@ class Totals:
     def skipped(self) -> int:
         """The number of skipped steps among those that count."""
         return len(self._skipped)
+
+    @property
+    def rows_skipped(self) -> int:
+        """The number of rows that were left out of the steps that count."""
+        return sum(self._rows_skipped.values())
 
     @property
     def goodput(self) -> float:
@@ -153,6 +174,7 @@ class Totals:
             copy_s=self.copy_s,
             error=error,
             skipped=self.skipped,
+            rows_skipped=self.rows_skipped,
             show=show,
             trained_steps=self.steps - self._first_step,
             trained_samples=self.samples - self._first_sample,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from raytrain_plus.data.audit_files import compare
 from raytrain_plus.data.audit_mix import ExpectedMix, files_by_source
 from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
 from raytrain_plus.data.audit_record import Record, read_record
+from raytrain_plus.data.audit_skipped import SkippedRows, find_skipped
 from raytrain_plus.errors import InputError, StorageError, first_line
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.storage import json_shape as has
@@ -45,6 +46,8 @@ _RESULT = has.object_of(status=has.text, steps=has.whole(0))
 _REMEDY = "restore the file that the run wrote: it is the only record of the data that the run began with"
 MOST_DUE = 1 << 22
 """Maximum missing entries of a ledger that can still be audited: all of them are laid out in memory."""
+SHOWN_SKIPPED = 5
+"""Maximum skipped rows in the report for a person."""
 SHOWN = 20
 """Maximum faults in the report for a person."""
 
@@ -82,10 +85,12 @@ class Audit:
     """The number of all faults."""
     sources: tuple[AuditedSource, ...] = ()
     """The sources of a mix."""
+    skipped: SkippedRows = field(default_factory=SkippedRows)
+    """The rows that were due and skipped, because they cannot be used (`data.on_error: skip`)."""
 
     @property
     def clean(self) -> bool:
-        """Whether every row that was due was used exactly once and no fault was found."""
+        """Whether every row that was due was used exactly once, or skipped, and no fault was found."""
         return not self.num_faults and all(epoch.never == epoch.more == 0 for epoch in self.epochs)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,7 +102,8 @@ class Audit:
         said = [
             f"{self.run}: {self.rows:,} rows in {self.files:,} file{'s' * (self.files != 1)}; "
             f"{self.audited_to + 1:,} of {self.steps:,} steps audited; run status: {self.status}",
-            f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}",
+            f"  {'epoch':>6}{'rows due':>16}{'never used':>14}{'once':>16}{'more often':>14}"
+            f"{'skipped' if self.skipped.times else '':>14}".rstrip(),
         ]
         for number, source in enumerate(self.sources):
             said.append(f"  source {number} ({source.path}): {source.rows:,} rows")
@@ -107,9 +113,11 @@ class Audit:
         if self.num_faults > SHOWN:
             kept = "all of them" if len(self.faults) == self.num_faults else f"{len(self.faults):,} of them"
             said.append(f"  and {self.num_faults - SHOWN:,} more faults; --json lists {kept}")
+        said += _skipped_lines(self.skipped)
         if self.clean:
             nothing = "  the ledger has no entries yet: nothing to audit"
-            said.append("  every row that was due was used exactly once" if self.epochs else nothing)
+            instead = ", or skipped" if self.skipped.times else ""
+            said.append(f"  every row that was due was used exactly once{instead}" if self.epochs else nothing)
         return said
 
 
@@ -121,7 +129,22 @@ def _epoch_lines(epochs: Sequence[Epoch], rows: int) -> list[str]:
         if len(shown) < len(epochs) and number == 3:
             said.append(f"  {'...':>6}")
         part = "" if epoch.due == rows else "  (not finished)"
-        said.append(f"  {epoch.epoch:>6}{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{part}")
+        skipped = f"{epoch.skipped:>14,}" if epoch.skipped else ""
+        counts = f"{epoch.due:>16,}{epoch.never:>14,}{epoch.once:>16,}{epoch.more:>14,}{skipped}"
+        said.append(f"  {epoch.epoch:>6}{counts}{part}")
+    return said
+
+
+def _skipped_lines(skipped: SkippedRows) -> list[str]:
+    """Return a line of text on the rows that were skipped, if any were, and one on each of the first ones."""
+    if not skipped.times:
+        return []
+    rows = f"{skipped.rows:,} row{'s' * (skipped.rows != 1)}"
+    times = "" if skipped.times == skipped.rows else f", {skipped.times:,} times in all"
+    said = [f"  skipped, because they cannot be used: {rows}{times}"]
+    said += [f"    {row}" for row in skipped.named[:SHOWN_SKIPPED]]
+    if skipped.rows > SHOWN_SKIPPED:
+        said.append(f"    and {skipped.rows - SHOWN_SKIPPED:,} more; --json lists {len(skipped.named):,} of them")
     return said
 
 
@@ -169,6 +192,7 @@ def audit(where: str | Path) -> Audit:
     find_doubled_and_missing(entries, expected, due_to, faults)
     good = expected.check(entries, faults)
     epochs = expected.use(entries[good], due_to)
+    skipped = find_skipped(expected, entries[good], due_to, faults, transformed=expected.transformed)
     return Audit(
         run=split(run.address)[1],
         rows=expected.rows,
@@ -180,6 +204,7 @@ def audit(where: str | Path) -> Audit:
         faults=tuple(faults.found),
         num_faults=faults.count,
         sources=tuple(AuditedSource(source["path"], source["rows"]) for source in then.get("sources", ())),
+        skipped=skipped,
     )
 
 

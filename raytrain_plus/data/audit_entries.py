@@ -18,9 +18,25 @@ from raytrain_plus.storage.interface import Folder
 _NUMBERS = ("generation", "step", "shard", "start", "rows")
 _SUMS = ("ids", "step_ids")
 _COLUMNS = (*_NUMBERS, *_SUMS)
-_ENTRY = np.dtype([*((name, "<i8") for name in _NUMBERS), *((name, "<u8") for name in _SUMS), ("summed", "?")])
-"""A row of the ledger; `summed`: whether the row holds its step's sum."""
-_SCHEMA = pa.schema([*((name, pa.int64()) for name in _NUMBERS), *((name, pa.uint64()) for name in _SUMS)])
+_LATER = {"skipped": pa.int64(), "skipped_rows": pa.list_(pa.int64())}
+"""The columns that parts without a skipped row lack, such as all of an older version."""
+ENTRY = np.dtype(
+    [
+        *((name, "<i8") for name in _NUMBERS),
+        *((name, "<u8") for name in _SUMS),
+        ("summed", "?"),
+        ("skipped", "<i8"),
+        ("skipped_rows", "O"),
+    ]
+)
+"""A row of the ledger; `summed`: whether the row holds its step's sum; `skipped_rows`: a list, or None."""
+_SCHEMA = pa.schema(
+    [
+        *((name, pa.int64()) for name in _NUMBERS),
+        *((name, pa.uint64()) for name in _SUMS),
+        *_LATER.items(),
+    ]
+)
 
 
 def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArray[Any]:
@@ -30,21 +46,36 @@ def read_entries(run: Folder, names: Iterable[str], faults: Faults) -> npt.NDArr
     for name in names:
         try:
             file = pa.BufferReader(run.read(name))
-            table = pq.read_table(file, columns=list(_COLUMNS), page_checksum_verification=True).cast(_SCHEMA)
+            table = _read(file).cast(_SCHEMA)
             if any(table.column(column).null_count for column in _COLUMNS[:-1]):
                 raise ValueError("a column has nulls")
             summed = table.column("step_ids").is_valid().to_numpy()
-            table = table.set_column(len(_NUMBERS) + 1, "step_ids", table.column("step_ids").fill_null(0))
+            for column in ("step_ids", "skipped"):
+                filled = table.column(column).fill_null(0)
+                table = table.set_column(table.schema.get_field_index(column), column, filled)
         except (OSError, pa.ArrowException, KeyError, ValueError) as error:
             torn.append(f"{name} cannot be read: {first_line(error)}")
             continue
-        part = np.empty(table.num_rows, _ENTRY)
-        for column in _COLUMNS:
+        part = np.empty(table.num_rows, ENTRY)
+        for column in (*_COLUMNS, "skipped"):
             part[column] = table.column(column).to_numpy()
+        skipping = table.column("skipped_rows").is_valid().to_numpy()
+        for row in np.flatnonzero(skipping).tolist():
+            part["skipped_rows"][row] = table.column("skipped_rows")[row].as_py()
         part["summed"] = summed
         parts.append(part)
     faults.add(*torn)
-    return np.concatenate(parts) if parts else np.empty(0, _ENTRY)
+    return np.concatenate(parts) if parts else np.empty(0, ENTRY)
+
+
+def _read(file: pa.BufferReader) -> pa.Table:
+    """Return the columns of a part of the ledger; those that it lacks hold nulls."""
+    parquet = pq.ParquetFile(file, page_checksum_verification=True)
+    lacking = [name for name in _LATER if name not in parquet.schema_arrow.names]
+    table = parquet.read(columns=[name for name in _SCHEMA.names if name not in lacking])
+    for name in lacking:
+        table = table.append_column(name, pa.nulls(table.num_rows, _LATER[name]))
+    return table.select(_SCHEMA.names)
 
 
 def only_due(entries: npt.NDArray[Any], expected: ExpectedOrder, due_to: int, faults: Faults) -> npt.NDArray[Any]:

@@ -6,8 +6,7 @@ Everything follows from the documented formulas (the docstrings of `data.mixed_o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.audit_order import Epoch, ExpectedOrder, Ints, Words, chain
+from raytrain_plus.data.audit_order import ExpectedOrder, Ints, Skips, Words, chain
 
 LONGEST = 10_000
 """Places of the pattern if the weights are no ratio of small whole numbers."""
@@ -37,6 +36,8 @@ class ExpectedMix(ExpectedOrder):
             ExpectedOrder({**job, "seed": int(chain(int(job["seed"]), 4, source))}, {"files": files})
             for source, files in enumerate(files_by_source(then, len(places)))
         ]
+        for source, order in enumerate(self._sources):
+            order.source = source
 
     def ids_between(self, shards: Ints, starts: Ints, stops: Ints) -> Words:
         """Return for each entry the sum of the ids of the rows [start, stop) of its shard's own sequence."""
@@ -46,16 +47,19 @@ class ExpectedMix(ExpectedOrder):
             expected += order.ids_between(shards, low, high)
         return expected
 
-    def used(self, entries: npt.NDArray[Any], due: Ints) -> list[Epoch]:
-        """Count how often the first `due` rows of each shard were used, by source and epoch."""
-        found = []
+    def by_source(
+        self, entries: npt.NDArray[Any], due_to: int
+    ) -> Iterator[tuple[ExpectedOrder, npt.NDArray[Any], Skips, Ints]]:
+        """See `ExpectedOrder.by_source`."""
+        [(_, entries, skips, due)] = super().by_source(entries, due_to)
         for source, order in enumerate(self._sources):
             own = entries.copy()
             own["start"] = self._had(source, entries["shard"], entries["start"])
             own["rows"] = self._had(source, entries["shard"], entries["start"] + entries["rows"]) - own["start"]
-            epochs = order.used(own, self._had(source, np.arange(self.shards), due))
-            found += [replace(epoch, source=source) for epoch in epochs]
-        return found
+            skipped = skips.copy()
+            skipped["position"] = self._had(source, skips["shard"], skips["position"])
+            mine = self._had(source, skips["shard"], skips["position"] + 1) > skipped["position"]
+            yield order, own, skipped[mine], self._had(source, np.arange(self.shards), due)
 
     def files_of(self, shard: int, start: int, rows: int) -> str:
         """Return the names of the files that hold these rows of the shard, joined by commas."""

@@ -18,6 +18,11 @@ from raytrain_plus.data.audit_faults import Faults
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
+Skips = npt.NDArray[Any]
+"""Skipped rows: `SKIP`s, each once, sorted."""
+SKIP = np.dtype([("shard", "<i8"), ("position", "<i8")])
+"""A skipped row, by its position in its shard's own sequence."""
+
 BLOCK_ROWS = 1 << 20
 """Rows whose ids are computed together: bounds the memory."""
 
@@ -26,7 +31,7 @@ BLOCK_ROWS = 1 << 20
 class Epoch:
     """How often the rows of one epoch that were due by the last audited step were used.
 
-    All counts are in rows: `due` in all, `never` used, used `once`, used `more` than once.
+    All counts are in rows: `due` in all, `never` used, used `once`, used `more` than once, `skipped` instead.
     """
 
     epoch: int
@@ -36,6 +41,7 @@ class Epoch:
     more: int
     source: int | None = None
     """The source of a mix that the epoch belongs to."""
+    skipped: int = 0
 
 
 class ExpectedOrder:
@@ -57,6 +63,9 @@ class ExpectedOrder:
         self._unit_file = np.array([number for number, _, _ in units], np.int64)
         self._unit_rows = np.array([rows for _, _, rows in units], np.int64)
         places = [group for _, group, _ in units]
+        self._unit_group = places
+        self.source: int | None = None
+        """The source of a mix that this is the order of."""
         keys = [int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little") for path in self._files]
         with np.errstate(over="ignore"):
             self._unit_key = _scramble(np.array(keys, np.uint64)[self._unit_file] + np.array(places, np.uint64))
@@ -65,6 +74,9 @@ class ExpectedOrder:
             raise ValueError("a dataset without rows")
         self._order: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         self._epochs = job["epochs"]
+        self._skips = data.get("on_error") == "skip"
+        self.transformed = data.get("transform") is not None
+        """Whether the job has a `data.transform`."""
         self.steps = int(job["steps"]) if self._epochs is None else self._steps(int(self._epochs))
 
     def _steps(self, epochs: int) -> int:
@@ -90,7 +102,8 @@ class ExpectedOrder:
         ends = np.where(
             entries["step"] == self.steps - 1, self._ends(self.steps - 1)[entries["shard"]], starts + self.per_shard
         )
-        placed = (entries["start"] == starts) & (entries["rows"] == ends - starts)
+        spans = entries["rows"] + entries["skipped"]
+        placed = (entries["start"] == starts) & (spans == ends - starts)
         misplaced = zip(entries[~placed], starts[~placed], (ends - starts)[~placed], strict=True)
         faults.add_many(
             int((~placed).sum()),
@@ -102,13 +115,14 @@ class ExpectedOrder:
             ),
         )
         total = int(self._ends(self.steps - 1).max())
-        held = (entries["start"] >= 0) & (entries["rows"] >= 0) & (entries["rows"] <= total - entries["start"])
-        stops = np.where(held, entries["start"] + entries["rows"], 0)
+        held = (entries["start"] >= 0) & (entries["rows"] >= 0) & (spans <= total - entries["start"])
+        held &= ~self._wrongly_skipped(entries, faults)
+        stops = np.where(held, entries["start"] + spans, 0)
         starts = np.where(held, entries["start"], 0)
-        expected = self.ids_between(entries["shard"], starts, stops)
+        expected = self._used_ids(entries, held, starts, stops)
         kept = min(64, max(0, 390 // self.shards - 1))
         right: npt.NDArray[np.bool_] = held & (expected & np.uint64(2**kept - 1) == entries["ids"])
-        others = entries[placed & ~right]
+        others = entries[placed & held & ~right]
         faults.add_many(
             len(others),
             (
@@ -118,6 +132,37 @@ class ExpectedOrder:
             ),
         )
         return right & ~self._in_wrong_steps(entries, expected, right, faults)
+
+    def _wrongly_skipped(self, entries: npt.NDArray[Any], faults: Faults) -> npt.NDArray[np.bool_]:
+        """Return which entries skip rows as none can; report them."""
+        wrong = np.zeros(len(entries), np.bool_)
+        said = []
+        for row in np.flatnonzero((entries["skipped"] != 0) | (entries["skipped_rows"] != None)):  # noqa: E711
+            entry = entries[row]
+            places, count = entry["skipped_rows"] or [], int(entry["skipped"])
+            span = int(entry["rows"]) + count
+            which = f"step {entry['step']}, shard {entry['shard']}"
+            if not self._skips:
+                said.append(f"{which}: rows were skipped, although data.on_error is stop")
+            elif len(set(places)) != count or not all(isinstance(one, int) and 0 <= one < span for one in places):
+                said.append(f"{which}: the ledger does not say which {count} of {span} rows were skipped")
+            else:
+                continue
+            wrong[row] = True
+        faults.add_many(len(said), said)
+        return wrong
+
+    def _used_ids(self, entries: npt.NDArray[Any], held: npt.NDArray[np.bool_], starts: Ints, stops: Ints) -> Words:
+        """Return for each entry the sum of the ids of the rows [start, stop) that it did not skip."""
+        skipping = np.flatnonzero(held & (entries["skipped"] > 0))
+        owner = np.repeat(skipping, entries["skipped"][skipping])
+        offsets = np.array([one for row in skipping for one in entries["skipped_rows"][row]], np.int64)
+        positions = starts[owner] + offsets
+        shards = np.concatenate([entries["shard"], entries["shard"][owner]])
+        sums = self.ids_between(shards, np.append(starts, positions), np.append(stops, positions + 1))
+        expected = sums[: len(entries)]
+        np.subtract.at(expected, owner, sums[len(entries) :])
+        return expected
 
     def ids_between(self, shards: Ints, starts: Ints, stops: Ints) -> Words:
         """Return for each entry the sum of the ids of the rows [start, stop) of its shard's own sequence."""
@@ -174,12 +219,25 @@ class ExpectedOrder:
 
     def use(self, entries: npt.NDArray[Any], due_to: int) -> list[Epoch]:
         """Count how often the rows that were due by step `due_to` were used, by epoch."""
-        return self.used(entries, self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64))
+        return [
+            epoch for order, own, skips, due in self.by_source(entries, due_to) for epoch in order.used(own, skips, due)
+        ]
 
-    def used(self, entries: npt.NDArray[Any], due: Ints) -> list[Epoch]:
-        """Count how often the first `due` rows of each shard were used, by epoch."""
+    def by_source(
+        self, entries: npt.NDArray[Any], due_to: int
+    ) -> Iterator[tuple[ExpectedOrder, npt.NDArray[Any], Skips, Ints]]:
+        """Yield for each source of a mix, or for the only dataset, its order and what entries are to it.
+
+        These are: the entries, whose `rows` are now their whole spans; the rows that were skipped; and how many rows of
+        each shard are due by step `due_to`.
+        """
+        due = self._ends(due_to) if due_to >= 0 else np.zeros(self.shards, np.int64)
+        yield self, *spans_of(entries, due), due
+
+    def used(self, entries: npt.NDArray[Any], skips: Skips, due: Ints) -> list[Epoch]:
+        """Count how often the first `due` rows of each shard were used, by epoch; see `by_source`."""
         epochs = int(np.ceil(due.max() * self.shards / self.rows)) + 1 if len(due) else 0
-        counts = np.zeros((epochs + 1, 3), np.int64)
+        counts, skipped = np.zeros((epochs + 1, 3), np.int64), np.zeros(epochs + 1, np.int64)
         bounds = [self._before(epoch) for epoch in range(epochs + 2)]
         entries = entries[np.argsort(entries["shard"], kind="stable")]
         firsts = np.searchsorted(entries["shard"], np.arange(self.shards + 1))
@@ -195,11 +253,26 @@ class ExpectedOrder:
             epoch = np.searchsorted(edges, points[:-1][keep], side="right") - 1
             often = np.minimum(depth[:-1][keep], 2).astype(int)
             np.add.at(counts, (epoch, often), lengths[keep])
+            left_out = skips["position"][skips["shard"] == shard]
+            once = depth[np.searchsorted(points, left_out, side="right") - 1] == 1
+            np.add.at(skipped, np.searchsorted(edges, left_out[once], side="right") - 1, 1)
         return [
-            Epoch(number, int(row.sum()), int(row[0]), int(row[1]), int(row[2]))
-            for number, row in enumerate(counts)
+            Epoch(number, int(row.sum()), int(row[0]), int(row[1] - left_out), int(row[2]), self.source, int(left_out))
+            for number, (row, left_out) in enumerate(zip(counts, skipped, strict=True))
             if row.sum()
         ]
+
+    def places_of(self, ids: Words, due: Ints) -> Iterator[tuple[int, int, int, np.uint64]]:
+        """Yield epoch, shard, position and id of each due row that has one of these ids."""
+        for epoch in range(int(np.ceil(due.max() * self.shards / self.rows)) + 1):
+            before, after = self._before(epoch), self._before(epoch + 1)
+            ends = np.cumsum(after - before)
+            own = np.diff(self._sums(epoch))
+            lines = np.flatnonzero(np.isin(own, ids))
+            for line, shard in zip(lines.tolist(), np.searchsorted(ends, lines, side="right").tolist(), strict=True):
+                position = line - int(ends[shard]) + int(after[shard])
+                if position < due[shard]:
+                    yield epoch, shard, position, own[line]
 
     def _unit_order(self, epoch: int) -> Ints:
         count = len(self._unit_rows)
@@ -227,6 +300,18 @@ class ExpectedOrder:
             at += len(ids)
         return np.cumsum(sums, out=sums)
 
+    def row_named(self, shard: int, position: int, row: np.uint64) -> str:
+        """Return the name of the row at a position of a shard's own sequence. `row`: its id."""
+        epoch = position * self.shards // self.rows
+        epoch -= int(self._before(epoch)[shard] > position)
+        before, after = self._before(epoch), self._before(epoch + 1)
+        line = int((after - before)[:shard].sum()) + position - int(before[shard])
+        order = self._unit_order(epoch)
+        unit = order[np.searchsorted(np.cumsum(self._unit_rows[order]), line, side="right")]
+        ids = _scramble(self._unit_key[unit] + np.arange(self._unit_rows[unit], dtype=np.uint64))
+        place = np.flatnonzero(ids == row)[0]
+        return f"row {place} of {self._files[self._unit_file[unit]]}, row group {self._unit_group[unit]}"
+
     def files_of(self, shard: int, start: int, rows: int) -> str:
         """Return the names of the files that hold these rows of the shard, joined by commas."""
         found: dict[str, None] = {}
@@ -244,6 +329,19 @@ class ExpectedOrder:
                 start, rows = start + count, rows - count
             epoch += 1
         return ", ".join(sorted(found))
+
+
+def spans_of(entries: npt.NDArray[Any], due: Ints) -> tuple[npt.NDArray[Any], Skips]:
+    """Return the entries with their whole spans as `rows`, and the rows that they skipped, if they are due."""
+    spans = entries.copy()
+    spans["rows"] += spans["skipped"]
+    found = [
+        (entry["shard"], entry["start"] + offset)
+        for entry in entries[entries["skipped"] > 0]
+        for offset in entry["skipped_rows"]
+    ]
+    skips = np.unique(np.array(found, SKIP))
+    return spans, skips[skips["position"] < due[skips["shard"]]]
 
 
 def _blocks(units: Ints, rows: Ints) -> Iterator[Ints]:

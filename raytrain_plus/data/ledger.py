@@ -18,6 +18,12 @@ each note, a ledger of many shards and small rows would exceed one hundredth of 
 
 So a wrong row, or a row that another shard should have read, goes undetected once in 2^64 times. The shard's own bits
 identify the shard; if they do not, the audit reports the whole step.
+
+    skipped      = how many rows of the span were left out because they cannot be used
+    skipped_rows = their places, from 0, in the span; null if there are none
+
+Files in which no row is skipped lack these two columns. The notes' ids are those of the other rows, so each row of a
+span is either used or skipped.
 """
 
 from __future__ import annotations
@@ -35,14 +41,19 @@ NOTE_BITS = 390
 """Maximum bits that the sums of all shards of one step may take together."""
 
 
-NOTE = np.dtype([("start", "<i8"), ("rows", "<i8"), ("ids", "<u8"), ("weight", "<f8"), ("loss", "<f8")])
+NOTE = np.dtype(
+    [("start", "<i8"), ("rows", "<i8"), ("ids", "<u8"), ("weight", "<f8"), ("loss", "<f8"), ("skipped", "<i8")]
+)
 """The contribution of one shard to one step.
 
 `start`: the position of its first row in the shard's own sequence, counted from the first row of epoch 0. `rows`: the
 number of rows that went through the forward pass. `ids`: the sum of their ids modulo 2^64. `weight`: their total
 weight, which is `rows` unless the task's loss returns another. `loss`: the sum of loss times weight over the shard's
-microbatches.
+microbatches. `skipped`: the number of rows that were left out (`data.on_error: skip`). The shard's span of the step is
+`rows + skipped` rows long.
 """
+SKIPPED = np.dtype([("shard", "<i8"), ("offset", "<i8")])
+"""A row that was left out of a step: its shard, and its place, from 0, in the shard's span of the step."""
 
 
 def row_ids(file: str, group: int, rows: int) -> npt.NDArray[np.uint64]:

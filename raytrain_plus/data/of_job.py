@@ -147,4 +147,5 @@ def _rows(job: Job, data: Index, sample_order: AnyOrder, transform: Transform | 
         block_rows=job.data.granule,
         before=() if job.data.image_size is None else (DecodeImages(*job.data.image_size),),
         after=() if data.tokenizer is None else (Tokenized(data.tokenizer),),
+        skip=job.data.on_error == "skip",
     )

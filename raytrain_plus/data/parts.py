@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrain_plus.data.columns import column_of
-from raytrain_plus.data.ledger import NOTE, kept_bits, step_sum
+from raytrain_plus.data.ledger import NOTE, SKIPPED, kept_bits, step_sum
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.periodic import PeriodicCall
@@ -40,6 +40,9 @@ SCHEMA = pa.schema(
     ]
 )
 """One row for each shard of each committed step, sorted by shard and step within a part; see `data.ledger`."""
+SKIPPED_ROWS = pa.list_(pa.field("element", pa.int64()))
+"""The type of the column `skipped_rows`. Only parts with a skipped row have it, and `skipped`: they would take 5 KB of
+a thousand steps of 900 shards."""
 
 PERIOD_S = 2.0
 """Minimum seconds between two writes."""
@@ -48,6 +51,8 @@ REST = 50.0
 PART_STEPS = 1000
 PART_NOTES = 1_000_000
 """A part ends after `PART_STEPS` steps or `PART_NOTES` notes, whichever comes first."""
+Entry = tuple[int, int, bytes, bytes]
+"""A step: its generation, its number, the `NOTE`s of its shards, and the `SKIPPED` rows, in any order."""
 _ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BYTE_STREAM_SPLIT"}
 
 
@@ -64,22 +69,22 @@ class Parts:
         self._run_folder = run
         self._before = before
         self._entering = threading.Lock()
-        self._pending: list[tuple[int, int, bytes]] = []
-        self._part: list[tuple[int, int, bytes]] = []
+        self._pending: list[Entry] = []
+        self._part: list[Entry] = []
         self._busy = threading.Lock()
         self._failed: Exception | None = None
         self._periodic = PeriodicCall(self._flush_or_later, PERIOD_S, REST, "ledger")
         self._periodic.start()
 
-    def add(self, generation: int, step: int, notes: bytes) -> None:
-        """Add a committed step. Entries that a full disk does not accept are kept and written later.
+    def add(self, generation: int, step: int, notes: bytes, skipped: bytes = b"") -> None:
+        """Add a committed step: see `Entry`. Entries that a full disk does not accept are kept and written later.
 
         Raises the error that stopped the background writer, if any.
         """
         with self._entering:
             if self._failed is not None:
                 raise self._failed
-            self._pending.append((generation, step, notes))
+            self._pending.append((generation, step, notes, skipped))
 
     def flush(self) -> None:
         """Write all entries and return when they are on disk. Raises `OSError` if they cannot be written."""
@@ -123,8 +128,8 @@ class Parts:
             return False
         return True
 
-    def _write(self, part: list[tuple[int, int, bytes]]) -> None:
-        generation, step, _ = part[0]
+    def _write(self, part: list[Entry]) -> None:
+        generation, step, *_ = part[0]
         sink = pa.BufferOutputStream()
         pq.write_table(
             ledger_table(part),
@@ -143,21 +148,39 @@ class Parts:
         pa.default_memory_pool().release_unused()
 
 
-def ledger_table(entries: list[tuple[int, int, bytes]]) -> pa.Table:
-    """Return entries of (generation, step, the `NOTE`s of its shards) as rows of the ledger."""
-    notes = np.stack([np.frombuffer(notes, NOTE) for _, _, notes in entries])
+def ledger_table(entries: list[Entry]) -> pa.Table:
+    """Return entries as rows of the ledger."""
+    notes = np.stack([np.frombuffer(notes, NOTE) for _, _, notes, _ in entries])
     steps, shards = notes.shape
     # Sorted by shard, then step, nearly all columns are runs of equal values or of equal differences.
     by_shard = np.ascontiguousarray(notes.T).reshape(-1)
     columns = {
-        "generation": np.tile([generation for generation, _, _ in entries], shards),
-        "step": np.tile([step for _, step, _ in entries], shards),
+        "generation": np.tile([generation for generation, *_ in entries], shards),
+        "step": np.tile([step for _, step, *_ in entries], shards),
         "shard": np.repeat(np.arange(shards), steps),
         **{name: np.ascontiguousarray(by_shard[name]) for name in ("start", "rows", "weight")},
         "ids": by_shard["ids"] & np.uint64(2 ** kept_bits(shards) - 1),
     }
     of_steps = pa.concat_arrays([column_of(step_sum(notes["ids"])), pa.nulls(len(by_shard) - steps, pa.uint64())])
-    return pa.Table.from_arrays([*(column_of(columns[name]) for name in SCHEMA.names[:-1]), of_steps], schema=SCHEMA)
+    whole = [column_of(columns[name]) for name in SCHEMA.names if name in columns]
+    table = pa.Table.from_arrays([*whole, of_steps], schema=SCHEMA)
+    if not by_shard["skipped"].any():
+        return table
+    table = table.append_column("skipped", column_of(np.ascontiguousarray(by_shard["skipped"])))
+    return table.append_column("skipped_rows", _skipped_rows([skipped for *_, skipped in entries], shards))
+
+
+def _skipped_rows(of_steps: list[bytes], shards: int) -> pa.Array:
+    """Return the column `skipped_rows`, given the `SKIPPED` rows of each step."""
+    found = [np.frombuffer(skipped, SKIPPED) for skipped in of_steps]
+    rows = np.concatenate(found)
+    notes = rows["shard"] * len(of_steps) + np.repeat(np.arange(len(of_steps)), [len(one) for one in found])
+    counts = np.bincount(notes, minlength=len(of_steps) * shards)
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    values = column_of(rows["offset"][np.lexsort((rows["offset"], notes))])
+    # `pa.array` would load pandas: see `column_of`.
+    buffers = [pa.py_buffer(np.packbits(counts > 0, bitorder="little")), pa.py_buffer(offsets)]
+    return pa.Array.from_buffers(SKIPPED_ROWS, len(counts), buffers, children=[values])
 
 
 def _steps_of_a_part(notes: bytes) -> int:

@@ -11,8 +11,8 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -21,10 +21,12 @@ import pyarrow as pa
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
+from raytrain_plus.data.row_names import file_and_row
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.shard_rows import ShardRows
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.data.unusable import faults_of, joined, usable
 from raytrain_plus.errors import RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import trim_traceback, users_frames
 from raytrain_plus.task import Task
@@ -48,7 +50,7 @@ Collate = Callable[[pa.Table], Any]
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """The input of one forward pass."""
+    """The input of one forward pass; of none if it has no rows, because all of them are skipped."""
 
     batch: Any
     rows: int
@@ -56,6 +58,18 @@ class Microbatch:
     """The position of its first row in the shard's own sequence."""
     ids: int = 0
     """The sum of its rows' ids, modulo 2^64."""
+    skipped: Mapping[int, str] = field(default_factory=dict)
+    """The position in the shard's own sequence of each row that was left out here -> why it cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedRow:
+    """A row that is left out because it cannot be used: `data.on_error: skip`."""
+
+    file: str
+    row: str
+    """Its name, for people."""
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,8 @@ class StepBatches:
 
     shards: dict[int, list[Microbatch]]
     waited_s: float
+    skipped: tuple[SkippedRow, ...] = ()
+    """The first skipped row of each file and cause, if no earlier step has one."""
 
 
 def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Microbatch]:
@@ -76,7 +92,13 @@ def cut(table: pa.Table, rows: int, collate: Collate, at: int = 0) -> list[Micro
 
 
 def _microbatches(table: pa.Table, sizes: Sequence[int], collate: Collate, at: int) -> list[Microbatch]:
-    """Return microbatches of these sizes. Raises `TrainingError` if the rows cannot be collated."""
+    """Return microbatches of these sizes, less what cannot be used.
+
+    Raises `TrainingError` if the rows cannot be collated.
+    """
+    faults = faults_of(table)
+    if faults:
+        return _without(faults, table, sizes, collate, at)
     ends = list(itertools.accumulate(sizes))
     starts = [end - size for end, size in zip(ends, sizes, strict=True)]
     ids = table.column(ROW_ID).to_numpy()
@@ -88,6 +110,39 @@ def _microbatches(table: pa.Table, sizes: Sequence[int], collate: Collate, at: i
         Microbatch(batch, end - start, at + start, int(ids[start:end].sum()))
         for batch, start, end in zip(batches, starts, ends, strict=True)
     ]
+
+
+def _without(
+    faults: Mapping[int, str], table: pa.Table, sizes: Sequence[int], collate: Collate, at: int
+) -> list[Microbatch]:
+    """Return microbatches of these sizes, all of one step, without the rows that cannot be used."""
+    ends = list(itertools.accumulate(sizes))
+    parts = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    kept = kept_sizes([sum(row not in faults for row in part) for part in parts], sizes)
+    rows = usable(table)
+    made = iter(_microbatches(rows, [size for size in kept if size], collate, at) if rows.num_rows else ())
+    found = (next(made) if size else Microbatch(None, 0) for size in kept)
+    return [
+        replace(one, start=at + part.start, skipped={at + row: faults[row] for row in part if row in faults})
+        for one, part in zip(found, parts, strict=True)
+    ]
+
+
+def kept_sizes(left: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of microbatches that were to have `sizes` and have rows `left`.
+
+    A single row that is left joins the microbatch before it, or else the next one: BatchNorm cannot train on one.
+
+    >>> kept_sizes([1, 3, 1, 0, 1], [3, 3, 3, 3, 1]), kept_sizes([0, 1], [2, 2])
+    ([0, 5, 0, 0, 1], [0, 1])
+    """
+    kept = list(left)
+    for at, size in enumerate(sizes):
+        others = [*range(at - 1, -1, -1), *range(at + 1, len(kept))]
+        taker = next((other for other in others if kept[other]), None)
+        if kept[at] == 1 < size and taker is not None:
+            kept[at], kept[taker] = 0, kept[taker] + 1
+    return kept
 
 
 def _at_once(table: pa.Table, sizes: Sequence[int], collate: Collate) -> list[Any] | None:
@@ -131,22 +186,6 @@ def cut_sizes(total: int, rows: int) -> list[int]:
 def microbatch_rows(sample_order: AnyOrder, microbatches: int) -> int:
     """Return the rows of a microbatch if a shard's part of a step is divided into `microbatches`."""
     return max(1, sample_order.per_shard // microbatches)
-
-
-def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
-    """Return the first microbatch of shard 0 in step 0."""
-    return microbatch_of(first_rows(rows, microbatch_rows(rows.sample_order, microbatches)), collate)
-
-
-def first_rows(rows: Rows, count: int) -> pa.Table:
-    """Return the first `count` rows of shard 0, or its rows of step 0 if these are fewer."""
-    count = min(count, rows.sample_order.rows_in_step(0, 0))
-    return pa.concat_tables([rows.read(row_range) for row_range in rows.sample_order.row_ranges_between(0, 0, count)])
-
-
-def microbatch_of(table: pa.Table, collate: Collate) -> Microbatch:
-    """Return all rows as one microbatch. Raises `TrainingError` if they cannot be collated."""
-    return cut(table, table.num_rows, collate)[0]
 
 
 def _collated(table: pa.Table, collate: Collate) -> Any:
@@ -211,6 +250,8 @@ class Batches:
         self._next_read = 0
         self._silent_at = NEVER
         """The last read that the stream had delivered when the reader waited for it in vain."""
+        self._named: set[tuple[str, str]] = set()
+        """The files and causes of skipped rows that `get` has returned."""
         self.failed: tuple[int, int] | None = None
         """The step and shard whose rows could not be collated."""
         self.streamed_reads = 0
@@ -249,7 +290,18 @@ class Batches:
         if isinstance(made, BaseException):
             raise made
         self._taken += 1
-        return StepBatches(made, time.monotonic() - start)
+        return StepBatches(made, time.monotonic() - start, self._skipped(made))
+
+    def _skipped(self, made: Mapping[int, Sequence[Microbatch]]) -> tuple[SkippedRow, ...]:
+        """Return the skipped rows of a step whose file and cause are new."""
+        found = []
+        for shard, microbatches in made.items():
+            for position, why in (one for microbatch in microbatches for one in microbatch.skipped.items()):
+                file, row = file_and_row(self._rows.index, self._sample_order, shard, position)
+                if (file, why) not in self._named:
+                    self._named.add((file, why))
+                    found.append(SkippedRow(file, row, why))
+        return tuple(found)
 
     @property
     def cached_units(self) -> dict[int, pa.Table]:
@@ -312,7 +364,7 @@ class Batches:
         """Return the shard's microbatches of each of these steps."""
         at, table = source.at, source.take(steps)
         sizes = {step: cut_sizes(self._sample_order.rows_in_step(shard, step), self._microbatch_rows) for step in steps}
-        if len(steps) > 1:
+        if len(steps) > 1 and not faults_of(table):
             with contextlib.suppress(TrainingError):
                 made = iter(_microbatches(table, [size for own in sizes.values() for size in own], self._collate, at))
                 return {step: list(itertools.islice(made, len(own))) for step, own in sizes.items()}
@@ -458,9 +510,9 @@ def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> 
         pending.append(table)
         have += table.num_rows
         if have >= microbatch_rows:
-            whole = pa.concat_tables(pending)
+            whole = joined(pending)
             full = have - have % microbatch_rows
             yield from cut(whole.slice(0, full), microbatch_rows, collate)
             pending, have = [whole.slice(full)], have - full
     if have:
-        yield from cut(pa.concat_tables(pending), microbatch_rows, collate)
+        yield from cut(joined(pending), microbatch_rows, collate)

@@ -10,3 +10,7 @@ class RowFault(Exception):
         """`row`: the place, from 0, among the rows that the function got; `what` and `remedy`: see `InputError`."""
         super().__init__(row, what, remedy)
         self.row, self.what, self.remedy = row, what, remedy
+
+    def at(self, row: int) -> RowFault:
+        """Return the same of the row at another place."""
+        return RowFault(row, self.what, self.remedy)

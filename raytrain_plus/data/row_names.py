@@ -35,6 +35,19 @@ def named_rows(data: Index, sample_order: AnyOrder, shard: int, start: int, rows
     return "; ".join([*said, *[f"{rows - NAMED:,} more"] * (rows > NAMED)])
 
 
+def file_and_row(data: Index, sample_order: AnyOrder, shard: int, position: int) -> tuple[str, str]:
+    """Return the names of the file, and of the row in it, at a position of a shard's own sequence.
+
+    A dataset that is read by index is one file.
+    """
+    [row_range] = sample_order.row_ranges_between(shard, position, position + 1)
+    order = sample_order.permutation(row_range.epoch, row_range.unit)
+    row = row_range.start if order is None else int(order[row_range.start])
+    source, unit = data.owner(row_range.unit)
+    file = source.named if source.items is not None else source.file(source.unit_file[unit])
+    return str(file), named_row(data, row_range.unit, row)
+
+
 def named_row(data: Index, unit: int, row: int) -> str:
     """Return the name of one row of a unit, counted in the file's order: "row 4 of a.parquet, row group 0".
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from raytrain_plus.data.mixed_order import AnyOrder
+from raytrain_plus.data.unusable import joined
 
 
 class ShardRows:
@@ -45,7 +46,7 @@ class ShardRows:
             for source in self._sources:
                 parts += self._taken(source, self._rows_in(group, source))
         self.at += sum(part.num_rows for part in parts)
-        return parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+        return parts[0] if len(parts) == 1 else joined(parts)
 
     def _taken(self, source: int, wanted: int) -> Iterator[pa.Table]:
         """Yield the next `wanted` rows of a source."""

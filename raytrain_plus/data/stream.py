@@ -25,6 +25,7 @@ from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.unusable import is_bare
 from raytrain_plus.errors import DataError, TaskError
 
 TASKS_AT_ONCE = 2
@@ -77,13 +78,16 @@ def _read_group(
 
 
 def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterator[pa.Table]:
-    """Yield the rows of each read of a group, with its number; reads that fail are left out."""
+    """Yield the rows of each read of a group, with its number; reads that fail or have no usable row are left out."""
     for read in group:
         try:
             table = read_unit(rows.index, read.row_range.unit) if whole_units else rows.read(read.row_range)
         except (DataError, TaskError):
             # The reader does not get these rows, reads them itself, meets the same fault and reports it in one
             # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
+            continue
+        if is_bare(table):
+            # Nor does it get a read of which no row can be used: Ray Data wants the same columns in all blocks.
             continue
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.errors import DataChanged, DataError, InputError, first_line
 
 FILE = "tokenizer.json"
@@ -47,8 +48,8 @@ class Tokenized:
     def __call__(self, rows: pa.Table) -> pa.Table:
         """Return the rows with tokens in place of text, other columns as they are.
 
-        Raises `DataError` if no column holds text, a text is null, or a new column has the name of another one, and
-        `DataChanged` if the file has changed.
+        Raises `RowFault` for a text that is null or that the tokenizer refuses, `DataError` if no column holds text or
+        a new column has the name of another one, and `DataChanged` if the file has changed.
         """
         texts = [name for name in rows.column_names if is_text(rows.column(name).type)]
         where = f"data.tokenizer: {self.file.path}"
@@ -74,19 +75,19 @@ class Tokenized:
 
     def _tokens(self, tokenizer: Any, rows: pa.Table, name: str) -> pa.ChunkedArray:
         column = rows.column(name)
-        if column.null_count:
-            raise DataError(
-                f"column '{name}' holds {column.null_count} nulls, which have no tokens",
-                where=f"data.tokenizer: {self.file.path}",
-                remedy="drop these rows in data.prepare, or fill them in data.transform",
-            )
+        tokens = []
         # One by one: `encode_batch` starts a thread for each CPU, beside the workers that share them, and a process
         # that has done so prints warnings when it forks.
-        try:
-            tokens = [tokenizer.encode(text).ids for text in column.to_pylist()]
-        except Exception as error:
-            # The package raises no errors of its own types.
-            raise _without_tokens(self.file, f"a text of column '{name}'", error) from None
+        for row, text in enumerate(column.to_pylist()):
+            if text is None:
+                what = f"column '{name}' holds a null, which has no tokens"
+                raise RowFault(row, what, "drop the row in data.prepare, or fill it in data.transform")
+            try:
+                tokens.append(tokenizer.encode(text).ids)
+            except Exception as error:
+                # The package raises no errors of its own types.
+                found = _without_tokens(self.file, f"a text of column '{name}'", error)
+                raise RowFault(row, f"{found.what} ({found.where})", found.remedy) from None
         return pa.chunked_array([pa.array(tokens, pa.list_(pa.int64()))])
 
 

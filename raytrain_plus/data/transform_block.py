@@ -4,11 +4,15 @@
 positions of the unit's row order in that epoch. Its generator is keyed by (seed, epoch, unit, block). So the call is
 the same for every reader, wherever a span begins. What is done to each row by itself, before and after the transform,
 may get any rows at once.
+
+A row that one of these functions cannot use ends the run, or is left out (`Rows.skip`): see `unusable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,22 +25,20 @@ from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.data.row_names import named_row
 from raytrain_plus.data.sample_order import RowRange, mix
 from raytrain_plus.data.source import Index, read_places, read_unit
+from raytrain_plus.data.unusable import FAULT, Judged, Places, RowByRow, all_of, joined, judge, judge_block
 from raytrain_plus.errors import DataError, TrainingError
 
 Transform = Callable[[pa.Table, np.random.Generator], pa.Table]
-RowByRow = Callable[[pa.Table], pa.Table]
-"""Makes the same of each row whatever rows are beside it; gets and returns rows without ids. It must be picklable.
-
-Raises `RowFault` for a row that is wrong."""
 Between = Callable[[int, int], pa.Table]
 """Returns the rows [begin, end) of a unit, in the epoch's order."""
+Again = Callable[[], Between]
 
 _BLOCKS = 3
 
 
 def without_ids(rows: pa.Table) -> pa.Table:
-    """Return the rows without the column of ids, as they are in their files."""
-    return rows.drop_columns([ROW_ID])
+    """Return the rows without the columns of ids and faults, as they are in their files."""
+    return rows.drop_columns([name for name in (ROW_ID, FAULT) if name in rows.column_names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Rows:
     block_rows: int
     before: tuple[RowByRow, ...] = ()
     after: tuple[RowByRow, ...] = ()
+    skip: bool = False
+    """Whether a row that cannot be used is returned with its fault, instead of raised; see `unusable.FAULT`."""
 
     @property
     def as_read(self) -> bool:
@@ -61,76 +65,141 @@ class Rows:
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
-        if self.index.owner(row_range.unit)[0].items is None:
-            return self.cut(read_unit(self.index, row_range.unit), row_range)
-        permutation = self._permutation(row_range)
-
-        def between(begin: int, end: int) -> pa.Table:
-            places = np.arange(begin, end) if permutation is None else permutation[begin:end]
-            return read_places(self.index, row_range.unit, places)
-
-        return self._cut(between, row_range)
+        return self._cut(self._between(row_range), row_range)
 
     def cut(self, unit: pa.Table, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, given its whole unit in the file's order.
 
-        Raises `TrainingError` if `transform` does not keep the number of rows, and `DataError` for a row that is wrong.
+        Raises `TrainingError` if `transform` does not keep the number of rows, and `DataError` for a row that is wrong,
+        unless it is to be skipped.
         """
+        return self._cut(self._between(row_range, unit), row_range)
+
+    def _between(self, row_range: RowRange, unit: pa.Table | None = None) -> Between:
+        """Return what returns rows of a range's unit, which is read now if it is not given."""
         permutation = self._permutation(row_range)
+        if unit is None and self.index.owner(row_range.unit)[0].items is not None:
+
+            def of_items(begin: int, end: int) -> pa.Table:
+                places = np.arange(begin, end) if permutation is None else permutation[begin:end]
+                return read_places(self.index, row_range.unit, places)
+
+            return of_items
+        whole = read_unit(self.index, row_range.unit) if unit is None else unit
 
         def between(begin: int, end: int) -> pa.Table:
-            return unit.slice(begin, end - begin) if permutation is None else unit.take(permutation[begin:end])
+            return whole.slice(begin, end - begin) if permutation is None else whole.take(permutation[begin:end])
 
-        return self._cut(between, row_range)
+        return between
 
     def _permutation(self, row_range: RowRange) -> npt.NDArray[np.int64] | None:
         return self.sample_order.permutation(row_range.epoch, row_range.unit)
 
     def _cut(self, between: Between, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, given what returns rows of its unit."""
+        made = self._judged if self.skip else self._made
+        # The rows that fail are read once more, all from one further read of the unit.
+        again = functools.cache(lambda: self._between(row_range))
+        start, stop = row_range.start, row_range.start + row_range.rows
         if self.transform is None:
-            stop = row_range.start + row_range.rows
-            return _applied(self.after, self._prepared(between, row_range, row_range.start, stop))
-        first = row_range.start // self.block_rows
-        last = (row_range.start + row_range.rows - 1) // self.block_rows
+            return made(between, again, row_range, start, stop, None)
         parts = []
-        for number in range(first, last + 1):
+        for number in range(start // self.block_rows, (stop - 1) // self.block_rows + 1):
             begin = number * self.block_rows
             end = min(begin + self.block_rows, self.index.unit_rows[row_range.unit])
-            rows = self._prepared(between, row_range, begin, end)
-            made = self._transformed(rows, row_range, number)
-            start = max(row_range.start, begin)
-            wanted = made.slice(start - begin, min(row_range.start + row_range.rows, end) - start)
-            parts.append(_applied(self.after, wanted))
-        return pa.concat_tables(parts)
+            parts.append(made(between, again, row_range, begin, end, number))
+        return joined(parts)
 
-    def _prepared(self, between: Between, row_range: RowRange, begin: int, end: int) -> pa.Table:
-        """Return what `before` makes of the rows [begin, end) of the range's unit, in the epoch's order."""
+    def _made(
+        self,
+        between: Between,
+        again: Again,
+        row_range: RowRange,
+        begin: int,
+        end: int,
+        number: int | None,
+    ) -> pa.Table:
+        """Return those of the rows [begin, end) of a unit that are in the range.
+
+        `number`: that of the transform block, if these rows are one. `again` reads the unit once more.
+        """
+        rows = between(begin, end)
+        start, count = _overlap(row_range, begin, end)
+        with self._naming(row_range, begin):
+            made = _applied(self.before, rows)
+            if number is not None:
+                made = self._transformed(without_ids(made), row_range, number)
+                made = made.append_column(ROW_ID, rows.column(ROW_ID))
+        with self._naming(row_range, begin + start):
+            return _applied(self.after, made.slice(start, count))
+
+    def _judged(
+        self,
+        between: Between,
+        again: Again,
+        row_range: RowRange,
+        begin: int,
+        end: int,
+        number: int | None,
+    ) -> pa.Table:
+        """Return the same as `_made`, with the faults of rows that cannot be used."""
+        start, count = _overlap(row_range, begin, end)
+        rows = between(begin, end)
+        ids = rows.column(ROW_ID)
+
+        def once_more(place: int) -> pa.Table:
+            return without_ids(again()(begin + place, begin + place + 1))
+
+        functions = self.before if number is not None else (*self.before, *self.after)
+        with self._naming(row_range, begin):
+            found = judge(functions, without_ids(rows), once_more)
+        if number is None:
+            return found.spread(ids)
+
+        def blocks(usable: pa.Table, places: Places) -> Judged:
+            def prepared(place: int) -> pa.Table:
+                return all_of(self.before, once_more(int(places[place])))
+
+            return judge_block(lambda some: self._transformed(some, row_range, number), usable, prepared)
+
+        with self._naming(row_range, begin):
+            found = found.then(blocks).within(start, count)
+        with self._naming(row_range, begin + start):
+            found = found.then(lambda made, _: judge(self.after, made, lambda place: made.slice(place, 1)))
+        return found.spread(ids.slice(start, count))
+
+    @contextmanager
+    def _naming(self, row_range: RowRange, begin: int) -> Iterator[None]:
+        """Name the row of a `RowFault` that is raised inside, given the place in the epoch's order of the first row."""
         try:
-            return _applied(self.before, between(begin, end))
+            yield
         except RowFault as fault:
             place, permutation = begin + fault.row, self._permutation(row_range)
             row = place if permutation is None else int(permutation[place])
             raise DataError(fault.what, named_row(self.index, row_range.unit, row), remedy=fault.remedy) from fault
 
     def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
+        """Return what `transform` makes of rows of a block, without ids, with the block's generator."""
         assert self.transform is not None
         rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, row_range.epoch, row_range.unit, number)))
-        made = self.transform(without_ids(rows), rng)
+        made = self.transform(rows, rng)
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
                 f"data.transform returned {got} for {rows.num_rows} rows (transform block {number} of "
                 f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
-        return made.append_column(ROW_ID, rows.column(ROW_ID))
+        return made
+
+
+def _overlap(row_range: RowRange, begin: int, end: int) -> tuple[int, int]:
+    """Return the first of the rows [begin, end) that is in the range, counted from `begin`, and how many are."""
+    start = max(row_range.start, begin)
+    return start - begin, min(row_range.start + row_range.rows, end) - start
 
 
 def _applied(functions: Sequence[RowByRow], rows: pa.Table) -> pa.Table:
     """Return what these functions make of rows, one after the other; the rows keep their ids."""
     if not functions:
         return rows
-    made = without_ids(rows)
-    for function in functions:
-        made = function(made)
-    return made.append_column(ROW_ID, rows.column(ROW_ID))
+    return all_of(functions, without_ids(rows)).append_column(ROW_ID, rows.column(ROW_ID))

@@ -126,6 +126,16 @@ class Data:
     `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
     """
 
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with a row that `image_size`, `transform` or `tokenizer` cannot use.
+
+    `stop` (the default) ends the run and names file and row. `skip` leaves out a row that fails in two reads: it has
+    no part in the loss, the gradient and the counts that they are divided by, and steps keep their places in the
+    data. Errors of the storage are never skipped. Where `transform` raises for a block, it is called for each of its
+    rows alone, with the same generator, then for the block without those that fail. `evaluate` leaves such rows out
+    too. Needs `parallel.pipeline` 1.
+    """
+
     granule: int = 1024
     """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
@@ -419,6 +429,7 @@ _SAME = (
     "seed",
     *(f"data.{name}" for name in ("path", "dataset", "mix", "image_size", "batch_size")),
     *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "pack", "granule")),
+    "data.on_error",
     "steps",
     "epochs",
     "workers.threads",
@@ -441,6 +452,7 @@ _BEFORE = {
     "data.mix": None,
     "data.tokenizer": None,
     "data.pack": None,
+    "data.on_error": "stop",
     "compression": "none",
     "precision": "fp32",
     "parallel.schedule": "1f1b",

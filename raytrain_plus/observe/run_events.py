@@ -51,13 +51,14 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
 _OPTIONAL = {
-    "step_committed": frozenset({"skipped", "metrics", "lr"}),
+    "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
 }
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
 
-`lr`: the learning rate with which the step was made; a list if the optimizer has several parameter groups.
+`rows_skipped`: the number of rows that were left out because they cannot be used. `lr`: the learning rate with which
+the step was made; a list if the optimizer has several parameter groups.
 """
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -90,6 +91,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "loss": has.number_or_nonfinite,
     "grad_norm": has.number_or_nonfinite,
     "skipped": has.truth,
+    "rows_skipped": has.whole(1),
     "lr": lambda value: (_RATES if isinstance(value, list) else has.number_or_nonfinite)(value),
     "seconds": _SECONDS,
     **_WHO,

@@ -104,6 +104,10 @@ def _time(result: Result, progress: RunProgress | None) -> list[str]:
         lines.append(f"  copies   {result.copies:,} of the state to other workers' memory, {share:.1f} % of the time")
     if result.skipped:
         lines.append(f"  skipped  {plural(result.skipped, 'step')}, whose loss or gradient was not finite")
+    if result.rows_skipped:
+        lines.append(
+            f"  rows     {result.rows_skipped:,} skipped, which could not be used; `raytrain audit` says which"
+        )
     if result.recoveries:
         losses = f"{result.recoveries:,} loss{'' if result.recoveries == 1 else 'es'}"
         goodput = f"goodput {100 * result.goodput:.1f} %{' since the run was resumed' * _resumed(result)}"

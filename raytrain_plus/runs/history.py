@@ -39,6 +39,8 @@ class Past:
     """Total seconds that they cost."""
     skipped: frozenset[int] = frozenset()
     """The committed steps that were skipped and are not void."""
+    rows_skipped: Mapping[int, int] = field(default_factory=dict)
+    """The number of rows left out of each committed step that is not void and has any."""
     found: tuple[Found, ...] = ()
     """The checkpoints, complete or not, newest first."""
     entered: tuple[tuple[int, int], ...] = ()
@@ -51,6 +53,7 @@ def load_history(run: Folder) -> Past:
     claims = claims_of(run)
     generation = committed = -1
     recoveries, stall_s, skipped = 0, 0.0, set[int]()
+    rows_skipped: dict[int, int] = {}
     resumptions: list[tuple[int, int]] = []
     members: tuple[Mapping[str, Any], ...] = ()
     # Metrics by step: a resumption voids those of later steps.
@@ -61,6 +64,8 @@ def load_history(run: Folder) -> Past:
             committed = max(committed, event["step"])
             if event.get("skipped"):
                 skipped.add(event["step"])
+            if event.get("rows_skipped"):
+                rows_skipped[event["step"]] = event["rows_skipped"]
         elif event["kind"] == "view_formed":
             members = tuple(event["members"])
         elif event["kind"] == "recovered":
@@ -72,6 +77,7 @@ def load_history(run: Folder) -> Past:
             committed = min(committed, event["step"])
             metrics = {step: values for step, values in metrics.items() if step <= event["step"]}
             skipped = {step for step in skipped if step <= event["step"]}
+            rows_skipped = {step: rows for step, rows in rows_skipped.items() if step <= event["step"]}
     evaluated = max(metrics, default=-2)
     found = tuple(survey(run, resumptions))
     recorded = generation
@@ -94,6 +100,7 @@ def load_history(run: Folder) -> Past:
         recoveries=recoveries,
         stall_s=stall_s,
         skipped=frozenset(skipped),
+        rows_skipped=rows_skipped,
         found=found,
         entered=tuple(part for part in entered if not _void(*part, resumptions)),
     )

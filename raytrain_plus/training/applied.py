@@ -19,6 +19,8 @@ class Applied:
     """The flags that members raised at this boundary."""
     notes: bytes
     """Each shard's contribution for the ledger: `data.ledger.NOTE`s in shard order."""
+    skipped_rows: bytes = b""
+    """The rows that were left out, of all shards: `data.ledger.SKIPPED`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The means of what the loss returned beside it."""
     grad_norm: float
@@ -48,6 +50,7 @@ class Applied:
             loss=totals.loss,
             flags=totals.flags,
             notes=totals.notes,
+            skipped_rows=totals.skipped_rows,
             metrics=totals.metrics,
             grad_norm=grad_norm,
             skipped=skipped,

@@ -19,6 +19,9 @@ from raytrain_plus.training.outputs import forms, summarise
 from raytrain_plus.training.passes import ReplicaPasses
 from raytrain_plus.training.train_state import TrainState
 
+ROWS_SKIPPED = "rows_skipped"
+"""The metric that counts the held-out rows that were left out (`data.on_error: skip`); missing if there are none."""
+
 
 def evaluate(
     state: TrainState,
@@ -32,8 +35,9 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the task's metrics over all held-out rows: the same bits on every worker, for any assignment of shards.
 
-    Each shard's sums stay separate through the reduction (one writer, float64) and are added in shard order. Raises
-    `TrainingError` if workers have different metric names.
+    Each shard's sums stay separate through the reduction (one writer, float64) and are added in shard order. If rows
+    were left out, `ROWS_SKIPPED` is among the metrics. Raises `TrainingError` if workers have different metric names,
+    or a worker has no row.
     """
     state.train(False)
     state.restore_buffers()
@@ -43,16 +47,22 @@ def evaluate(
     state.train()
     names = sums.names
     context.control.enter("collective")
-    assert names is not None, "every worker hosts held-out rows"
+    if names is None:
+        raise TrainingError(
+            f"data.on_error: skip leaves no held-out row in the shards {', '.join(map(str, sorted(sums.rows)))}, so "
+            "there is nothing to evaluate; correct the rows, or the function that cannot use them"
+        )
     _agree(names, "names", step, context)
-    flat = np.zeros((shards, len(names) + 1), dtype=np.float64)
+    flat = np.zeros((shards, len(names) + 2), dtype=np.float64)
     for shard, of_shard in sums.by_shard.items():
-        flat[shard, 0] = sums.weights[shard]
-        flat[shard, 1:] = [of_shard.get(name, 0.0) for name in names]
+        flat[shard, :2] = sums.weights[shard], sums.skipped[shard]
+        flat[shard, 2:] = [of_shard.get(name, 0.0) for name in names]
     total = torch.from_numpy(flat)
     context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")
     summed = [sum(column) for column in total.numpy().T.tolist()]
-    found = {name: value / summed[0] for name, value in zip(names, summed[1:], strict=True)}
+    found = {name: value / summed[0] for name, value in zip(names, summed[2:], strict=True)}
+    if summed[1]:
+        found[ROWS_SKIPPED] = summed[1]
     if type(state.task).summarise is Task.summarise:
         return found
     summary = dict[str, float]()

@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step besides its gradients, as one int64 vector summed once per step.
 
     shard 0                              shard 1 ...   flags
-    start | rows | ids | weight | loss                 pause | save | ...     (`data.ledger.NOTE`, `Flags`)
+    start | rows | ids | weight | loss | skipped       pause | save | ...     (`data.ledger.NOTE`, `Flags`)
 
 Each shard's slots have one writer; every other worker adds zero. So the sum passes the writer's bits to all workers
 unchanged. Every worker computes the same loss, in shard order, independent of the ring. The upper half of `rows` holds
@@ -34,6 +34,7 @@ class ShardReport(NamedTuple):
     ids: int = 0
     weight: float = 0.0
     loss: float = 0.0
+    skipped: int = 0
     metrics: Mapping[str, float] = MappingProxyType({})
     """The sum of each metric times weight; not part of the note."""
 
@@ -50,6 +51,7 @@ class ShardReport(NamedTuple):
             (self.ids + ids) % 2**64,
             self.weight + weight,
             self.loss + loss * weight,
+            self.skipped,
             {name: self.metrics.get(name, 0.0) + (value * weight if weight else 0.0) for name, value in metrics.items()}
             if metrics
             else self.metrics,
@@ -108,6 +110,8 @@ class StepTotals:
     """Flags that at least one worker raised."""
     notes: bytes
     """Each shard's `NOTE`, in shard order."""
+    skipped_rows: bytes = b""
+    """The rows that were left out, as `data.ledger.SKIPPED`; not from the header."""
     signatures: Mapping[int, int] = field(default_factory=dict)
     """The signature of the metrics of each shard that has rows."""
     metrics: Mapping[str, float] = field(default_factory=dict)

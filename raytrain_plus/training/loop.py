@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from raytrain_plus.collective.world import World
+from raytrain_plus.data.ledger import SKIPPED
 from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.applied import Applied
@@ -19,7 +20,8 @@ from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.metric_sums import ShardBatches
 from raytrain_plus.training.passes import ReplicaPasses, Shards
-from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.records import Evaluated, Remark, StepRecord
+from raytrain_plus.training.remarks import row_skipped
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 
@@ -159,7 +161,8 @@ def train(
         data, start = _Data(feed, control, limit_s), time.monotonic()
         applied = steps.make(together, data.batches, context)
         bars, drawn = steps.passes.bars, first_step + DRAWN in together
-        for record in _records(together, applied, time.monotonic() - start, data.waited_s, bars, drawn=drawn):
+        seconds = time.monotonic() - start
+        for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
             tell(record)
         step, flags = together[-1], applied[-1].flags
         boundary.copy(step, not flags.uncopied)
@@ -251,19 +254,32 @@ class _Data:
     limit_s: float
     """Limit of the wait for one step's batches."""
     waited_s: float = 0.0
+    remarks: dict[int, list[Remark]] = field(default_factory=dict)
+    """Remarks on the data of a step."""
 
     def batches(self, step: int) -> Shards:
         """Return the batches of a step."""
         self.control.enter("data")
         found = self.feed.get(step, self.limit_s, self.control.check)
         self.waited_s += found.waited_s
+        self.remarks[step] = [row_skipped(one) for one in found.skipped]
         return found.shards
 
 
 def _records(
-    steps: range, applied: Sequence[Applied], seconds: float, waited_s: float, bars: Sequence[Bar], *, drawn: bool
+    steps: range,
+    applied: Sequence[Applied],
+    seconds: float,
+    waited_s: float,
+    bars: Sequence[Bar],
+    remarks: Mapping[int, Sequence[Remark]],
+    *,
+    drawn: bool,
 ) -> list[StepRecord]:
-    """Return the records of steps that were made together in so many seconds; `drawn`: with their `bars`."""
+    """Return the records of steps that were made together in so many seconds; `drawn`: with their `bars`.
+
+    `remarks`: those on the data of each step.
+    """
     now = time.time()
     return [
         StepRecord(
@@ -276,10 +292,12 @@ def _records(
             grad_norm=one.grad_norm,
             skipped=one.skipped,
             lr=one.lr,
-            remarks=one.remarks,
+            remarks=(*one.remarks, *remarks.get(step, ())),
             time=now - seconds * (steps[-1] - step) / len(steps),
             metrics=one.metrics,
             notes=one.notes,
+            skipped_rows=one.skipped_rows,
+            rows_skipped=len(one.skipped_rows) // SKIPPED.itemsize,
             # Overlapping steps report all their passes with the last step.
             **_pipelined(bars if step == steps[-1] else (), drawn),
         )

@@ -89,7 +89,7 @@ def weighted_loss(
     step, shard = place.step, place.shard
     check_depends(loss, f"the loss of shard {shard} in step {step}")
     before = reports.get(shard) or ShardReport(microbatch.start)
-    if shard in reports and before.metrics.keys() != metrics.keys():
+    if before.rows and before.metrics.keys() != metrics.keys():
         raise differing(step, shard, "before")
     reports[shard] = before.plus(microbatch.rows, microbatch.ids, weight, float(loss.detach()), metrics)
     return loss * (weight * factor)

@@ -24,6 +24,8 @@ class MetricSums:
         self.by_shard: dict[int, dict[str, float]] = {}
         """The weighted sums of each shard, by metric name."""
         self.rows: dict[int, int] = {}
+        self.skipped: dict[int, int] = {}
+        """The rows of each shard that were left out (`data.on_error: skip`)."""
         self.weights: dict[int, float] = {}
         """What the sums of each shard are divided by: its rows, or its tokens if `data.collate` packs them."""
         self.outputs: dict[int, list[Outputs]] = {}
@@ -33,6 +35,7 @@ class MetricSums:
         """Begin a shard, which may have no rows."""
         self.by_shard.setdefault(shard, {})
         self.rows.setdefault(shard, 0)
+        self.skipped.setdefault(shard, 0)
         self.weights.setdefault(shard, 0.0)
 
     def add(self, shard: int, rows: int, metrics: Mapping[str, float], weight: float | None = None) -> None:

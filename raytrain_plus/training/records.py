@@ -33,6 +33,8 @@ class StepRecord:
     """Global norm of the gradient before clipping."""
     skipped: bool = False
     """The step's sums were not finite, and it changed nothing."""
+    rows_skipped: int = 0
+    """The number of rows that were left out because they cannot be used."""
     lr: tuple[float, ...] = ()
     """The learning rate of each parameter group in this step; empty if this stage's optimizer has none."""
     remarks: tuple[Remark, ...] = ()
@@ -42,6 +44,8 @@ class StepRecord:
     """Means of what the loss returned beside it, over the step's weight."""
     notes: bytes = b""
     """Each shard's contribution: `data.ledger.NOTE`s in shard order."""
+    skipped_rows: bytes = b""
+    """The rows that were left out, of all shards: `data.ledger.SKIPPED`."""
     busy_s: float = 0.0
     """With pipeline stages: seconds in which this stage computed its forward and backward passes."""
     passes: tuple[float, float] | None = None

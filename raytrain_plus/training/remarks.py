@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from raytrain_plus.data.reader import SkippedRow
 from raytrain_plus.training.records import Remark
 
 NAMED = 5
@@ -45,6 +46,15 @@ def without_gradient(names: Sequence[str]) -> Remark:
         f"absent {names[0]}",
         f"the first step gives {many} {which} no gradient; without one a parameter keeps its value. If a parameter is "
         "never to be trained, freeze it with requires_grad_(False)",
+    )
+
+
+def row_skipped(skipped: SkippedRow) -> Remark:
+    """Return that a row is left out, and others of its file for which the cause is the same."""
+    return Remark(
+        f"row {skipped.file} {skipped.why}",
+        f"{skipped.row} is skipped (data.on_error: skip): {skipped.why}; the same of other rows of its file is not "
+        "reported",
     )
 
 

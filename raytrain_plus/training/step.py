@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED
@@ -29,6 +29,7 @@ from raytrain_plus.training.loss_scale import LossScale
 from raytrain_plus.training.passes import Passes, Shards
 from raytrain_plus.training.remarks import Remarks
 from raytrain_plus.training.scheduler import rates_of
+from raytrain_plus.training.skipped_rows import skipped_rows
 from raytrain_plus.training.train_state import Summed, TrainState
 from raytrain_plus.training.verdict import (
     LOSS,
@@ -129,6 +130,8 @@ class SynchronousSteps:
         context.meanwhile()
         start = time.monotonic()
         totals = sums.wait(works, passes.metrics, step, context)
+        if skipped := skipped_rows(step, totals, shards, context, state.device):
+            totals = replace(totals, skipped_rows=skipped)
         if not totals.weight:
             raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
         reading = sums.read()

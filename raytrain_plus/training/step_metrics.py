@@ -39,6 +39,11 @@ def signature(names: Iterable[str]) -> int:
     return len(ordered) << 24 | zlib.crc32("\0".join(ordered).encode()) & 0xFFFFFF
 
 
+def number_of(signatures: Mapping[int, int]) -> int:
+    """Return how many metrics the shards with these signatures have."""
+    return max((signed >> 24 for signed in signatures.values()), default=0)
+
+
 def own_metrics(by_shard: Mapping[int, Mapping[str, float]], shards: int) -> OwnMetrics:
     """Return the metrics of the hosted shards, given each one's sums.
 

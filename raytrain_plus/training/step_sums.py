@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.norms import Norms
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
-from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means
+from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means, number_of
 from raytrain_plus.training.verdict import BUFFER, Fault
 
 
@@ -90,14 +91,32 @@ class StepSums:
         self.rider.read_buffers()
         totals = header.decode(summed)
         check_same(totals.signatures, step)
-        if own.sums is None:
+        count = number_of(totals.signatures)
+        if not count:
             return totals
-        if table.shape[1] < len(own.names):
+        names: Sequence[str] = own.names
+        if len(totals.signatures) < self._shards:
+            # All rows of a shard are skipped, and perhaps all of a member.
+            names = self._shared_names(names, step, context)
+        if table.shape[1] < count:
             # Every member finds this alike. From the next step on there is room.
-            total = torch.from_numpy(own.sums.copy()).to(self._device)
+            sums = np.zeros((self._shards, count)) if own.sums is None else own.sums
+            total = torch.from_numpy(sums.copy()).to(self._device)
             context.reduce(total, "metrics", f"the metrics of step {step}")
             table = total.cpu().numpy()
-        return replace(totals, metrics=means(own.names, table, totals.weight))
+        return replace(totals, metrics=means(names, table, totals.weight))
+
+    def _shared_names(self, own: Sequence[str], step: int, context: StepContext) -> Sequence[str]:
+        """Return the names of a step's metrics, which members without rows do not know."""
+        said = json.dumps(own).encode() if own else b""
+        length = torch.tensor([len(said)], device=self._device)
+        context.reduce(length, "metrics.length", f"the metrics of step {step}", "max")
+        text = torch.zeros(int(length), dtype=torch.int64)
+        text[: len(said)] = torch.tensor(list(said), dtype=torch.int64)
+        text = text.to(self._device)
+        context.reduce(text, "metrics.names", f"the metrics of step {step}", "max")
+        names: list[str] = json.loads(bytes(text.tolist()))
+        return names
 
     def read(self) -> Reading:
         """Return whether all exact sums are settled, and the next grids; without exact sums, all is settled."""

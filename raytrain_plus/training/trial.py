@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch, first_rows, microbatch_of, microbatch_rows
+from raytrain_plus.data.first_rows import first_rows, microbatch_of
+from raytrain_plus.data.reader import Microbatch, microbatch_rows
 from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.data.unusable import joined, usable
 from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
@@ -149,8 +151,8 @@ def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
     order = rows.sample_order
 
     def batch(count: int) -> Microbatch:
-        table = pa.concat_tables([rows.read(found) for found in order.row_ranges_between(0, 0, count)])
-        return microbatch_of(table, task.collate)
+        table = joined([rows.read(found) for found in order.row_ranges_between(0, 0, count)])
+        return microbatch_of(usable(table), task.collate)
 
     # The trial reports the task's mistakes.
     with contextlib.suppress(Exception):

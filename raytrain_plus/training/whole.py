@@ -45,21 +45,25 @@ class WholePasses:
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`."""
         part, control, works = self._part, context.control, list[Work]()
-        before, reports = part.writes(), dict[int, ShardReport]()
-        places = [(shard, index) for shard in sorted(shards) for index in range(len(shards[shard]))]
-        done = 0
+        before, reports = part.writes(), _reports_of(shards)
+        # Microbatches without rows are passed over.
+        places = [(shard, index) for shard in sorted(shards) for index, one in enumerate(shards[shard]) if one.rows]
+        last_of = dict(places)
+        first, passed, used = True, 0, 0
         for number, (shard, index) in enumerate(places, 1):
             one, ends_step = shards[shard][index], number == len(places)
-            ends_shard = index + 1 == len(shards[shard])
-            place = Place(step, shard, done, one.rows)
-            done = 0 if ends_shard else done + one.rows
+            ends_shard = index == last_of[shard]
+            place = Place(step, shard, passed, one.rows + len(one.skipped))
+            passed, used = passed + place.rows, used + one.rows
             control.check()
             control.compute(place)
-            part.buffers.renew(committed=index == 0)
+            part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
                 loss = weighted_loss(self._task, part.module, one, place, self._device, reports, self._sums.loss_factor)
             if ends_shard:
-                part.buffers.end_shard(shard, place.offset + one.rows)
+                part.buffers.end_shard(shard, used)
+                passed = used = 0
+            first = ends_shard
             if ends_step:
                 self._write_header(reports, context)
             control.check()
@@ -77,7 +81,9 @@ class WholePasses:
                 search.shard_ended(shard, 0, part.parameters)
             if ends_shard and not ends_step:
                 part.gradients.end_shard()
-        if search is not None:
+        if not places:
+            self._write_header(reports, context)
+        if search is not None or not places:
             with self._summing(works, context):
                 pass
         return works
@@ -105,8 +111,11 @@ class WholePasses:
             control.enter("data")
             for index, one in enumerate(batches(shard)):
                 control.check()
+                found.skipped[shard] += len(one.skipped)
+                if not one.rows:
+                    continue
                 control.enter("computing")
-                if index == 0:
+                if not found.rows[shard]:
                     part.buffers.restore()
                 weight = default_weight(self._task, one.batch, one.rows)
                 with part.evaluating(shard, index):
@@ -128,3 +137,9 @@ class WholePasses:
     def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `passes.ReplicaPasses`: other replicas can copy a step that this one has applied."""
         return status
+
+
+def _reports_of(shards: Shards) -> dict[int, ShardReport]:
+    """Return the reports of shards of which rows are left out, before any forward pass."""
+    skipped = {shard: sum(len(one.skipped) for one in found) for shard, found in shards.items()}
+    return {shard: ShardReport(shards[shard][0].start, skipped=count) for shard, count in skipped.items() if count}

@@ -10,13 +10,13 @@ from typing import Any
 
 import ray
 
+from raytrain_plus.data.first_rows import first_microbatch
 from raytrain_plus.data.of_job import evaluation_order_of, held_out_rows_of, rows_of, sample_order_of
 from raytrain_plus.data.reader import (
     Batches,
     Collate,
     Counts,
     Microbatch,
-    first_microbatch,
     held_out,
     held_out_counts,
     microbatch_rows,

@@ -2,8 +2,8 @@
 
 python -m tests.benchmarks.techniques [--rounds 5] [--width 512] [--depth 8]
 
-Both loops take turns in one process of one thread, and CPU time counts, so other work on the machine matters little. The model is the byte
-GPT, by default with 25 million parameters.
+Both loops take turns in one process of one thread, and its CPU time counts, so other work on the machine matters
+little. The model is the byte GPT, by default with 25 million parameters.
 """
 
 from __future__ import annotations

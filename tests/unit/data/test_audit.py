@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from raytrain_plus import Data, Job
 from raytrain_plus.data.audit import Audit, Epoch, audit
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger import NOTE, SKIPPED, row_ids
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import SCHEMA, Parts, ledger_table
 from raytrain_plus.data.reader import Batches
@@ -60,7 +60,7 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
                 for shard, batches in feed.get(step, 10).shards.items():
                     count = sum(batch.rows for batch in batches)
                     ids = sum(batch.ids for batch in batches) % 2**64
-                    made[step][shard] = (batches[0].start, count, ids, count, 0.0)
+                    made[step][shard] = (batches[0].start, count, ids, count, 0.0, 0)
     return made
 
 
@@ -80,7 +80,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     record(run, generation, *range(len(notes)))
     written = Parts(LocalFolder(run))
     for step, of_step in enumerate(notes):
-        written.add(generation, step, of_step.tobytes())
+        written.add(generation, step, of_step.tobytes(), b"")
     written.close()
     if status is not None:
         (run / "result.json").write_text(json.dumps({"status": status, "steps": len(notes)}))
@@ -212,7 +212,7 @@ def test_a_missing_shard_says_nothing_of_the_others(job: Job) -> None:
 def test_a_step_that_was_entered_twice(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes)
-    pq.write_table(ledger_table([(1, 4, notes[4].tobytes())]), run / "ledger" / "00000001-000000000004.parquet")
+    pq.write_table(ledger_table([(1, 4, notes[4].tobytes(), b"")]), run / "ledger" / "00000001-000000000004.parquet")
     record(run, 1, resumed=9)
     found = audit(run)
     assert found.faults[0] == "step 4 of shard 0 is in the ledger more than once (1.parquet)"
@@ -312,7 +312,7 @@ def test_impossible_entries_are_reported(job: Job) -> None:
     notes = notes_of(job)
     notes[3][1]["start"], notes[4][2]["rows"], notes[5][3]["rows"] = 2**62, 2**62, -5
     run = run_of(job, notes)
-    pq.write_table(ledger_table([(0, 2**61, notes[0].tobytes())]), run / "ledger" / "x.parquet")
+    pq.write_table(ledger_table([(0, 2**61, notes[0].tobytes(), b"")]), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.faults[0] == f"step {2**61} of shard 0 was never due"
     assert len(found.faults) == 4 + 3
@@ -356,7 +356,7 @@ def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:5], status=None)
     tail = run / "ledger" / "00000001-000000000005.parquet"
-    pq.write_table(ledger_table([(1, step, notes[step].tobytes()) for step in (5, 6, 7)]), tail)
+    pq.write_table(ledger_table([(1, step, notes[step].tobytes(), b"") for step in (5, 6, 7)]), tail)
     record(run, 1, 5, 6, 7)
     (run / "checkpoints").mkdir()
     for name in ("000000000003-00000000.json", "000000000006-00000001.json", "000000000009-00000001"):
@@ -380,7 +380,7 @@ def test_a_ledger_wrong_in_every_entry_gets_a_short_report(job: Job) -> None:
         of_step["ids"] += 1
         of_step["start"][0] += 1
     run = run_of(job, notes, status=None)
-    beyond = [(0, 1000 + 2 * step, notes[0].tobytes()) for step in range(500)]
+    beyond = [(0, 1000 + 2 * step, notes[0].tobytes(), b"") for step in range(500)]
     pq.write_table(ledger_table(beyond), run / "ledger" / "x.parquet")
     found = audit(run)
     assert found.num_faults == 4 * 500 + 4 * 500
@@ -411,7 +411,7 @@ def test_a_finished_run_must_have_every_step_in_the_ledger(job: Job) -> None:
 def test_entries_made_void_by_a_total_loss_do_not_count(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:7], status=None)
-    entries = [(5, step, notes[step].tobytes()) for step in range(4, 10)]
+    entries = [(5, step, notes[step].tobytes(), b"") for step in range(4, 10)]
     pq.write_table(ledger_table(entries), run / "ledger" / "00000005-000000000004.parquet")
     recorded = (run / "events.ndjson").read_text()
     record(run, 5, *range(7, 10))
@@ -427,8 +427,8 @@ def test_events_that_are_cut_off_accuse_no_rows(job: Job) -> None:
     run = run_of(job, notes[:7], status=None)
     # The last steps of the first controller never reached the ledger.
     part = run / "ledger" / "00000000-000000000000.parquet"
-    pq.write_table(ledger_table([(0, step, notes[step].tobytes()) for step in range(6)]), part)
-    resumed = ledger_table([(5, step, notes[step].tobytes()) for step in range(4, 10)])
+    pq.write_table(ledger_table([(0, step, notes[step].tobytes(), b"") for step in range(6)]), part)
+    resumed = ledger_table([(5, step, notes[step].tobytes(), b"") for step in range(4, 10)])
     pq.write_table(resumed, run / "ledger" / "00000005-000000000004.parquet")
     record(run, 5, *range(4, 10), resumed=3)
     events = (run / "events.ndjson").read_text().splitlines(keepends=True)
@@ -466,7 +466,7 @@ def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> N
     for generation, steps in ((0, range(7)), (5, range(4, 10))):
         written = Parts(run)
         for step in steps:
-            written.add(generation, step, notes[step].tobytes())
+            written.add(generation, step, notes[step].tobytes(), b"")
         written.close()
     log = EventLog(run)
 
@@ -582,3 +582,109 @@ def test_a_damaged_resumed_event_is_refused(tmp_path: Path, line: str) -> None:
     (run / "events.ndjson").write_text(line + "\n")
     with pytest.raises(InputError, match="a `resumed` event is damaged"):
         audit(run)
+
+
+def skipping(job: Job) -> tuple[Job, list[np.ndarray], list[bytes]]:
+    """Return notes of a run that skipped two rows of the first file wherever they came: rows 3 and 12 of it."""
+    job = replace(job, data=replace(job.data, on_error="skip"))
+    seen = index(job.data.path)
+    order = sample_order_of(job, seen)
+    notes, skipped = notes_of(job), []
+    for step, of_step in enumerate(notes):
+        found = []
+        for shard in range(order.shards):
+            offset = 0
+            for part in order.row_ranges(shard, step):
+                places = order.permutation(part.epoch, part.unit)
+                assert places is not None
+                for place in places[part.start : part.start + part.rows].tolist():
+                    if (part.unit, place) in {(0, 3), (1, 2)}:
+                        row = int(row_ids("0.parquet", part.unit, 10)[place])
+                        of_step[shard]["ids"] = (int(of_step[shard]["ids"]) - row) % 2**64
+                        of_step[shard]["rows"] -= 1
+                        of_step[shard]["skipped"] += 1
+                        found.append((shard, offset))
+                    offset += 1
+        skipped.append(np.array(found, SKIPPED).tobytes())
+    return job, notes, skipped
+
+
+def run_that_skipped(job: Job, notes: list[np.ndarray], skipped: list[bytes]) -> Path:
+    run = run_of(job, notes)
+    entries = [(0, step, of_step.tobytes(), skipped[step]) for step, of_step in enumerate(notes)]
+    [part] = (run / "ledger").iterdir()
+    pq.write_table(ledger_table(entries), part)
+    return run
+
+
+def test_skipped_rows_are_counted_and_named(job: Job) -> None:
+    found = audit(run_that_skipped(*skipping(job)))
+    assert found.faults == ()
+    assert found.clean
+    assert found.epochs == (Epoch(0, 58, 0, 56, 0, None, 2), Epoch(1, 58, 0, 56, 0, None, 2))
+    named = {"row 3 of 0.parquet, row group 0", "row 2 of 0.parquet, row group 1"}
+    assert (found.skipped.times, found.skipped.rows, set(found.skipped.named)) == (4, 2, named)
+    assert "  skipped, because they cannot be used: 2 rows, 4 times in all" in found.lines()
+    assert found.lines()[-1] == "  every row that was due was used exactly once, or skipped"
+
+
+def first_with(skipped: list[bytes]) -> tuple[int, int, int]:
+    """Return step, shard and offset of the first skipped row."""
+    step = next(step for step, rows in enumerate(skipped) if rows)
+    return step, *np.frombuffer(skipped[step], SKIPPED)[0].tolist()
+
+
+def another_row(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, offset = first_with(skipped)
+    skipped[step] = np.array([(shard, (offset + 1) % 3)], SKIPPED).tobytes()
+
+
+def neither(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, _ = first_with(skipped)
+    notes[step][shard]["skipped"] = 0
+    skipped[step] = b""
+
+
+def both(notes: list[np.ndarray], skipped: list[bytes]) -> None:
+    step, shard, offset = first_with(skipped)
+    notes[step][shard]["skipped"] = 2
+    skipped[step] = np.array([(shard, offset), (shard, offset)], SKIPPED).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (another_row, "rows outside the sample order were used"),
+        (neither, "used 2 rows from position"),
+        (both, "the ledger does not say which 2 of 4 rows were skipped"),
+    ],
+)
+def test_a_row_is_used_or_skipped_never_both_or_neither(
+    job: Job, plant: Callable[[list[np.ndarray], list[bytes]], None], words: str
+) -> None:
+    job, notes, skipped = skipping(job)
+    plant(notes, skipped)
+    found = audit(run_that_skipped(job, notes, skipped))
+    assert not found.clean
+    assert any(words in fault for fault in found.faults), found.faults
+
+
+def test_a_row_that_one_epoch_skipped_and_another_used_is_a_fault_unless_a_transform_decides(job: Job) -> None:
+    job, notes, skipped = skipping(job)
+    step, shard, _ = first_with(skipped)
+    used = notes_of(job)[step][shard]
+    notes[step][shard] = used
+    rest = np.frombuffer(skipped[step], SKIPPED)
+    skipped[step] = rest[rest["shard"] != shard].tobytes()
+    found = audit(run_that_skipped(job, notes, skipped))
+    [fault] = found.faults
+    assert fault.endswith("was used in epoch 0 and skipped in another one, although it is read alike in all epochs")
+    assert not found.clean
+    other = replace(job, name="transformed", data=replace(job.data, transform="a:b"))
+    assert audit(run_that_skipped(other, notes, skipped)).clean
+
+
+def test_rows_must_not_be_skipped_if_the_job_stops_for_them(job: Job) -> None:
+    _, notes, skipped = skipping(job)
+    found = audit(run_that_skipped(job, notes, skipped))
+    assert "rows were skipped, although data.on_error is stop" in found.faults[0]

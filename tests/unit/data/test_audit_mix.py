@@ -45,7 +45,7 @@ def notes_of(job: Job) -> list[np.ndarray]:
             for shard, batches in feed.get(step, 10).shards.items():
                 count = sum(batch.rows for batch in batches)
                 ids = sum(batch.ids for batch in batches) % 2**64
-                made[step][shard] = (batches[0].start, count, ids, count, 0.0)
+                made[step][shard] = (batches[0].start, count, ids, count, 0.0, 0)
     return made
 
 

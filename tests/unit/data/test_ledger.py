@@ -41,4 +41,4 @@ def test_a_step_sum_is_the_documented_one_and_depends_on_the_shards() -> None:
 
 
 def test_a_note_takes_forty_bytes() -> None:
-    assert NOTE.itemsize == 40
+    assert NOTE.itemsize == 48

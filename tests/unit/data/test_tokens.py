@@ -24,8 +24,9 @@ from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.data.collate import pad
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.differences import differences
+from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.reader import first_rows
+from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.data.tokens import Tokenized, _loaded, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, InputError
 
@@ -182,13 +183,18 @@ def test_a_tokenizer_that_changes_during_a_run_is_not_used(saved: Path) -> None:
     ("columns", "words"),
     [
         ({"a": [1], "b": [[1]]}, r"no column holds text\n.*a column of text among a \(int64\), b \(list"),
-        ({"text": ["a", None]}, "column 'text' holds 1 nulls, which have no tokens"),
         ({"text": ["a"], "input_ids": [[1]]}, "column 'text' would become the column 'input_ids', which exists"),
     ],
 )
 def test_rows_that_cannot_be_tokenized_are_explained(saved: Path, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=rf"data.tokenizer: {saved}.*{words}"):
         Tokenized(tokenizer_file(saved))(pa.table(columns))
+
+
+def test_a_row_without_tokens_is_named(saved: Path) -> None:
+    with pytest.raises(RowFault, match="column 'text' holds a null, which has no tokens") as caught:
+        Tokenized(tokenizer_file(saved))(pa.table({"text": ["a", None]}))
+    assert caught.value.row == 1
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def _write_ledger(run: LocalFolder, job: Job) -> None:
             notes = torch.zeros(4).numpy().astype(NOTE)
             for shard, batches in feed.get(step, 10).shards.items():
                 count, ids = sum(batch.rows for batch in batches), sum(batch.ids for batch in batches) % 2**64
-                notes[shard] = (batches[0].start, count, ids, count, 0.0)
+                notes[shard] = (batches[0].start, count, ids, count, 0.0, 0)
             parts.add(0, step, notes.tobytes())
     parts.close()
 

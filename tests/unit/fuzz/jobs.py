@@ -38,6 +38,7 @@ GOOD = {
     "data.shuffle": ["none", "units", "rows", "'rows'"],
     "data.image_size": ["~"],
     "data.transform": ["null", "tests.unit.fuzz.tasks:same"],
+    "data.on_error": ["skip", "stop"],
     "data.granule": ["1", "1024", "1000000000"],
     "data.cache_mb": ["0", "256"],
     "steps": ["1", "10", "1000000000"],

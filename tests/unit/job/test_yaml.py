@@ -124,6 +124,12 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         ),
         (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
+        (GOOD, ["data.on_error=ignore"], "data.on_error=ignore: 'ignore' is not allowed"),
+        (
+            GOOD,
+            ["data.on_error=skip", "parallel.pipeline=2"],
+            "data.on_error: skip needs the whole model in each worker",
+        ),
         (GOOD + "elastic: {on_nonfinite: ignore}\n", [], "elastic.on_nonfinite: 'ignore' is not allowed"),
         (GOOD + PIPEDREAM, ["workers.min=1"], "lets the run repartition the model"),
         (GOOD + "parallel: {commit_every: 0}\n", [], "parallel.commit_every: 0"),
@@ -286,6 +292,7 @@ KEPT = {
     "data.collate": "pad",
     "data.tokenizer": "saved",
     "data.pack": "32",
+    "data.on_error": "skip",
     "data.granule": "7",
     "steps": "11",
     "workers.threads": "2",
@@ -332,7 +339,8 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES
+    # Stages and skipped rows do not go together.
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key != "data.on_error")
     before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
     assert before != after
     assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
@@ -344,6 +352,10 @@ def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Pat
     assert older != job.to_yaml()
     assert job.same_as(older) == []
     assert load(tmp_path, GOOD, "compression=fp16").same_as(older) == ["compression"]
+    older = "".join(line for line in job.to_yaml().splitlines(True) if not line.startswith("  on_error:"))
+    assert older != job.to_yaml()
+    assert job.same_as(older) == []
+    assert load(tmp_path, GOOD, "data.on_error=skip").same_as(older) == ["data.on_error"]
 
 
 @pytest.mark.parametrize(

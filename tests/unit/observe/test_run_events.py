@@ -202,7 +202,7 @@ def test_optional_fields_of_a_step_and_those_older_versions_lack(tmp_path: Path)
     run = LocalFolder(tmp_path)
     fields = {"step": 0, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": float("nan"), "seconds": 0.1}
     log = EventLog(run, clock=lambda: 0.0)
-    optional = {"skipped": True, "metrics": {"a": 1.5, "b": float("nan")}, "lr": [0.5, float("inf")]}
+    optional = {"skipped": True, "rows_skipped": 3, "metrics": {"a": 1.5, "b": float("nan")}, "lr": [0.5, float("inf")]}
     log.write("step_committed", generation=0, fields={**fields, **optional})
     with pytest.raises(ValueError, match="skipt"):
         log.write("step_committed", generation=0, fields={**fields, "skipt": True})

@@ -189,6 +189,12 @@ def test_the_cost_of_copies_in_memory_is_shown() -> None:
     assert not [line for line in summary(result(), progress()) if "copies" in line]
 
 
+def test_rows_that_were_skipped_are_counted() -> None:
+    line = "  rows     1,024 skipped, which could not be used; `raytrain audit` says which"
+    assert line in summary(result(rows_skipped=1024), None)
+    assert not [line for line in summary(result(), None) if "audit" in line]
+
+
 def test_steps_that_were_skipped_are_counted() -> None:
     assert "  skipped  3 steps, whose loss or gradient was not finite" in summary(result(skipped=3), None)
     assert not [line for line in summary(result(), None) if "skipped" in line]

@@ -66,6 +66,12 @@ def test_recoveries_add_up_and_void_skipped_steps_do_not(run: Folder) -> None:
     assert (past.recoveries, past.stall_s, past.skipped) == (2, 1.0, {1})
 
 
+def test_rows_skipped_in_void_steps_do_not_count(run: Folder) -> None:
+    rows = [(0, "step_committed", {**fields, "rows_skipped": 2}) for _, _, fields in committed(0, 1, 2)]
+    tell(run, [*committed(0, 0), *rows, resumed(1, 1, 2)])
+    assert load_history(run).rows_skipped == {1: 2}
+
+
 def test_ledger_parts_raise_the_generation(run: Folder) -> None:
     tell(run, committed(0, 0))
     run.write("ledger/00000007-000000000000.parquet", [b""])

@@ -25,8 +25,8 @@ from raytrain_plus.data.convert import packing, parts
 from raytrain_plus.data.convert.packing import packed, packed_again
 from raytrain_plus.data.dataset import dataset, held_out_data, training_data
 from raytrain_plus.data.differences import differences
+from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.reader import first_rows
 from raytrain_plus.data.source import Index, check_alike, read_unit
 from raytrain_plus.data.tokens import POSITIONS
 from raytrain_plus.data.user_dataset import open_dataset
