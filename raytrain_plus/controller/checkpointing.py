@@ -265,7 +265,7 @@ class Checkpoints:
             self._not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
-            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s)
+            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name)
             self._machine.feed(e.Saved(manifest.step))
         self._settled(manifest.step, manifest.generation)
 

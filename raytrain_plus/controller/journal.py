@@ -26,6 +26,7 @@ from raytrain_plus.data.parts import Parts
 from raytrain_plus.errors import FolderGone, RunError
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
+from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.run_events import EventLog
@@ -82,6 +83,7 @@ class Journal:
         self._log: EventLog | None = None
         self._parts: Parts | None = None
         self._trackers: Trackers | None = None
+        self._callbacks: Callbacks | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals(past.recoveries, past.stall_s, past.skipped)
         self.gauges = Gauges(self._totals)
@@ -113,11 +115,12 @@ class Journal:
         dataset: Mapping[str, Any],
         controller: str = "",
         relays: Sequence[Relay] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Begin writing to the run's folder.
 
         `dataset`: the description of the data, as in `Index.to_json`; `controller`: its name on its cluster; `relays`:
-        the receivers of metrics, in addition to TensorBoard.
+        the receivers of metrics, in addition to TensorBoard; `callbacks`: call the task's methods that hear of the run.
         """
         run = self._run
         self._ownership.begin(fence, address, controller)
@@ -128,6 +131,9 @@ class Journal:
         self._followed.read_back(self._log.read)
         self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
         self._trackers = Trackers(run, relays, self.outages, self.metrics)
+        self._callbacks = callbacks
+        if callbacks is not None:
+            callbacks.begin(self._log.behind)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -142,7 +148,7 @@ class Journal:
     def renew(self) -> None:
         """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
         self._ownership.check()
-        self._tell_of_outages()
+        self._tell_news()
         if self._ownership.due and (self._renewing is None or self._renewing.done()):
             self._renewing = self._later(self._renew, "the run's lease cannot be renewed; trying again")
 
@@ -154,7 +160,7 @@ class Journal:
         """Raise `RunError` if another controller has taken over the run; nothing is written from then on."""
         self._look_for_another()
         if self._ownership.lost:
-            for opened in (self._trackers, self._parts, self._log):
+            for opened in (self._callbacks, self._trackers, self._parts, self._log):
                 if opened is not None:
                     opened.abandon()
         self._ownership.check()
@@ -194,9 +200,11 @@ class Journal:
         if not self.outages.knows(outage_of(error, self._run)):
             log.warning("%s: %s", failing, error)
 
-    def _tell_of_outages(self, last: bool = False) -> None:
+    def _tell_news(self, last: bool = False) -> None:
         for kind, fields in self.outages.news(last):
             self._tell(kind, **fields)
+        for text in () if self._callbacks is None else self._callbacks.news():
+            self._tell("noted", text=text)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
@@ -285,15 +293,15 @@ class Journal:
         if self._log is not None:
             self._log.sync()
 
-    def saved(self, step: int, seconds: float, stall_s: float) -> None:
+    def saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
         self._newest = step
-        self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s)
+        self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s, checkpoint=name)
 
     def not_saved(self, step: int, error: str) -> None:
         """Record that a checkpoint was not saved, or cannot be used."""
         # The cause comes first: followers do not show it again.
-        self._tell_of_outages()
+        self._tell_news()
         self._tell("checkpoint_failed", step=step, error=error)
 
     def saving(self, step: int, written: int, total: int, per_s: float | None) -> None:
@@ -398,6 +406,8 @@ class Journal:
         def made() -> None:
             self.check_fence()
             parts.flush()
+            # The task's callbacks read the events.
+            told.sync()
 
         def over() -> None:
             self.check_fence()
@@ -405,7 +415,9 @@ class Journal:
             result.save(self._run)
 
         self._last_writes.write(made, self._newest)
-        self._tell_of_outages(last=True)
+        if self._callbacks is not None:
+            self._callbacks.finish(self._still_alive)
+        self._tell_news(last=True)
         self._tell(
             "run_finished",
             status=status,
@@ -430,14 +442,14 @@ class Journal:
 
     def _still_alive(self) -> None:
         """Tell followers what the end of the run waits for, and that the run is alive."""
-        self._tell_of_outages()
+        self._tell_news()
         with contextlib.suppress(OSError):
             self._ownership.renew_at_once()
 
     def close(self) -> None:
         """Close what is open. What the storage does not take by now is lost, and logged."""
         self._aside.shutdown()
-        for opened in (self._parts, self._log, self._trackers):
+        for opened in (self._parts, self._log, self._callbacks, self._trackers):
             try:
                 if opened is not None:
                     opened.close()

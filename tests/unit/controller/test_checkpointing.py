@@ -88,7 +88,7 @@ class Kept:
             outages=Outages(),
             samples=lambda step: 8 * (step + 1),
             metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
-            saved=lambda step, took_s, stall_s: self.told.append(("journal", step)),
+            saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
             not_saved=lambda step, why: self.told.append((step, why)),
         )
         plan = SimpleNamespace(
