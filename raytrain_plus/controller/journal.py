@@ -204,7 +204,7 @@ class Journal:
         for kind, fields in self.outages.news(last):
             self._tell(kind, **fields)
         for text in () if self._callbacks is None else self._callbacks.news():
-            self._tell("noted", text=text)
+            self.note(text)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
@@ -239,7 +239,7 @@ class Journal:
             for remark in record.remarks:
                 if remark.key not in self._remarked:
                     self._remarked.add(remark.key)
-                    self._tell("noted", text=remark.text)
+                    self.note(remark.text)
             if record.step > self.committed:
                 self._gathered.add(record)
             drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
@@ -312,6 +312,11 @@ class Journal:
         """Return the evaluation metrics of the state after `step`; empty if it was not evaluated."""
         return self._metrics.get(step, {})
 
+    @property
+    def history(self) -> Mapping[int, Mapping[str, float]]:
+        """The metrics of all evaluations that count, by step."""
+        return dict(self._metrics)
+
     def samples(self, step: int) -> int:
         """Return the number of rows in all steps up to `step`."""
         if self._end is not None and step == self._end[0] - 1:
@@ -354,6 +359,10 @@ class Journal:
             self._waiting = what
             self._tell("waiting", **{"for": what})
 
+    def note(self, text: str) -> None:
+        """Record something that its user should know."""
+        self._tell("noted", text=text)
+
     def will_leave(self, node: str, deadline: float | None) -> None:
         """Record that a node that hosts workers will leave; `deadline` in Unix seconds."""
         self._tell("drain_notice", node=node, deadline=deadline)
@@ -371,11 +380,19 @@ class Journal:
         self._last_writes.write(write, self._newest)
 
     def finish(
-        self, name: str, status: str, error: str | None, export: Export | None, began: float, unsaved: str | None = None
+        self,
+        name: str,
+        status: str,
+        error: str | None,
+        export: Export | None,
+        began: float,
+        unsaved: str | None = None,
+        stopped_early: str | None = None,
     ) -> Result:
         """End the run: write its last event and its result, if it has a folder, and return the result.
 
-        `unsaved`: why the state that a stopped run ends with was not saved, if it was not.
+        `unsaved`: why the state that a stopped run ends with was not saved, if it was not. `stopped_early`: why a
+        finished run ends before its last step, if it does.
 
         The result is written last: if it exists, nothing of the run is missing, and nobody continues the run.
 
@@ -398,7 +415,7 @@ class Journal:
             bubble=self._bubble.share,
             ended=self._clock(),
         )
-        result = replace(result, **saved)
+        result = replace(result, **saved, stopped_early=stopped_early)
         told, parts = self._log, self._parts
         if told is None or parts is None:
             return result

@@ -168,7 +168,7 @@ def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> No
     """Refuse a checkpoint of another job or of other data that was copied into the folder."""
     where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
     # These settings may change when a run resumes.
-    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps")]
+    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps", "early_stop")]
     if differing:
         raise CheckpointError(
             f"the checkpoint belongs to another job ({manifest.run}); they differ in {', '.join(differing)}",

@@ -593,3 +593,15 @@ class Hears(Faulty):
     def note(self, *what: Any) -> None:
         with (self.folder / "heard").open("a") as file:
             file.write(json.dumps([os.getpid(), *what]) + "\n")
+
+
+class Peaks(Faulty):
+    """The same with a held-out `distance`, which is least after 35 steps."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        self.made = super().optimizer(parameters)
+        return self.made
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        applied = max((int(state["step"]) for state in self.made.state.values()), default=0)
+        return {"distance": abs(applied - 35.0)}
