@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
-from raytrain_plus.job.settings import Checkpoint, Data, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
+from raytrain_plus.job.settings import Checkpoint, Data, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
 from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "Data",
     "DataError",
+    "EarlyStop",
     "Elastic",
     "Evaluate",
     "Handle",

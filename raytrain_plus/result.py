@@ -48,6 +48,7 @@ _IF_THERE = {
     "ended": has.maybe(has.number(0, 1e12)),
     "saved_step": has.maybe(has.whole(0)),
     "unsaved": has.maybe(has.text),
+    "stopped_early": has.maybe(has.text),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -113,6 +114,9 @@ class Result:
     if there is none."""
     unsaved: str | None = None
     """Why the state that a stopped run ended with was not saved; None if it was, and for other runs."""
+    stopped_early: str | None = None
+    """Why a finished run ended before its last step, such as `loss has not improved since step 30` (`early_stop`); None
+    for other runs. The model is then the best one."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""

@@ -170,6 +170,29 @@ class Task:
         """Return a few lines to print at the end of training, such as a sample from the model, or None."""
         return None
 
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """Hear of a committed step. Optional, as `on_evaluate` and `on_checkpoint`: by default nothing is called.
+
+        `metrics`: `step` and `epoch`, counted from 0, `samples` (rows), `loss`, `grad_norm`, `seconds`, `lr` (the
+        learning rate, a list if the optimizer has several groups, or None), `skipped`, and `metrics`, those that `loss`
+        returned beside the loss.
+
+        The three methods are called in one process of their own, in the order of the run, on an instance of the task
+        that has no model. They cannot delay a step, nor end the run by raising: that is reported. Through losses of
+        workers each call is made once. If the controller or this process dies, calls may be made again, and steps that
+        are computed again are called again: use the number of the step as a key.
+        """
+
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hear of an evaluation of the state after `step`, which is -1 before the first. See `on_step`."""
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        """Hear of a complete checkpoint of the state after `step`. See `on_step`.
+
+        `path`: its folder, a path or an address; `raytrain export` takes it. The checkpoint is removed once
+        `checkpoint.keep` newer ones exist.
+        """
+
 
 SINGLE = "_"
 """The column of items that are single values."""

@@ -43,7 +43,7 @@ def publisher_of(run: Claimed, order: Order, journal: Journal, done: Callable[[P
         run,
         [found.manifest for found in past.found if found.manifest is not None],
         checkpoint.keep,
-        checkpoint.keep_best,
+        order.plan.job.best,
         journal.settle,
         done,
         ours=journal.check_fence,
@@ -118,6 +118,10 @@ class Checkpoints:
         if self.busy:
             return "the checkpoint was not complete when the run ended"
         return self._failure[1] if self._failure[0] == step and self._failure[1] else "no worker could write it"
+
+    def complete(self, step: int) -> Manifest | None:
+        """Return the newest complete checkpoint of the state after `step`; None if there is none."""
+        return next((one for one in self._publisher.complete if one.step == step), None)
 
     def request_in_time(self, now: float) -> None:
         """Request a checkpoint, once per generation, if the last one is too old."""
@@ -265,7 +269,7 @@ class Checkpoints:
             self._not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
-            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s)
+            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name)
             self._machine.feed(e.Saved(manifest.step))
         self._settled(manifest.step, manifest.generation)
 

@@ -37,7 +37,10 @@ class Ending:
         if isinstance(error, DataChanged) and error.first is not None:
             self.journal.data_changed(error.first)
         why = None if error is None else str(error)
-        result = self.journal.finish(self.job, status, why, self.hand_over.export, self.began, self._unsaved(status))
+        early = self.hand_over.stopped_early if status == "finished" else None
+        result = self.journal.finish(
+            self.job, status, why, self.hand_over.export, self.began, self._unsaved(status), early
+        )
         self.closing = Closing(result=result, error=error)
 
     def fail(self, why: str) -> None:

@@ -78,15 +78,15 @@ class Engine:
         )
         restoring = Restoring(run, order.past, journal, checkpoints, loop, machine, partitions)
         replication = Replication(loop, machine, roster, journal, job.parallel.overlaps)
-        best = job.checkpoint.keep_best
-        members = Members(loop, machine, journal, pulses, checkpoints, replication, clock, best)
+        members = Members(loop, machine, journal, pulses, checkpoints, replication, clock, job.best)
         self._formation = formation = Formation(
             loop, machine, journal, roster, partitions, pulses, checkpoints, restoring, replication, members, clock,
-            host, self._open_run, order.plan.collective,
+            host, self._open_run, order.plan.collective, job.early_stop,
         )  # fmt: skip
         self._hand_over = hand_over = ModelHandOver(
-            loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock
-        )
+            loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock, partitions,
+            job.early_stop,
+        )  # fmt: skip
         losses = Losses(loop, machine, journal, roster, pulses, checkpoints, hand_over, clock)
         self._monitor = monitor = Monitor(
             loop, machine, journal, roster, pulses, formation, members, losses, checkpoints, hand_over,

@@ -19,9 +19,11 @@ from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.members import Members
+from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.replication import Replication
 from raytrain_plus.controller.restoring import Restoring
-from raytrain_plus.errors import Interrupted, RaytrainError, RunError, StorageError, WorkerLost
+from raytrain_plus.errors import DamagedError, Interrupted, RaytrainError, RunError, StorageError, WorkerLost
+from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Donor
@@ -32,6 +34,7 @@ from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
+from raytrain_plus.training.early_stop import verdict
 from raytrain_plus.workers.messages import Export
 
 ENDS_KEPT = 2
@@ -162,6 +165,8 @@ class ModelHandOver:
     checkpoints: Checkpoints
     members: Members
     clock: Clock
+    partitions: Partitions
+    early_stop: EarlyStop | None
 
     def __post_init__(self) -> None:
         self.export: Export | None = None
@@ -169,7 +174,13 @@ class ModelHandOver:
         self.error: RaytrainError | None = None
         """Why the model could not be exported."""
         self._step = -1
+        """The step that the run ends with."""
+        self._exports = -1
         """The step whose model is being exported."""
+        self._unread: set[str] = set()
+        """The workers that have not read the best state yet, whose model is to be exported."""
+        self._waits = False
+        """Whether the best state is read once the last one is kept."""
         self._ends_kept = self._tries = 0
 
     @property
@@ -188,6 +199,14 @@ class ModelHandOver:
         """Whether the model is exported, or will not be."""
         return self.export is not None or self.error is not None
 
+    @property
+    def stopped_early(self) -> str | None:
+        """Why the run ends before its last step, in words; None if it does not."""
+        if self.early_stop is None or (found := verdict(self.early_stop, self.journal.history)).over is None:
+            return None
+        since = "it was first evaluated" if found.best is None else f"step {found.best + 1}"
+        return f"{self.early_stop.metric} has not improved since {since}"
+
     def begin(self, command: e.HandOver) -> None:
         """Export the model from these workers, and keep the state that the run ends with."""
         self.export = self.error = None
@@ -198,7 +217,10 @@ class ModelHandOver:
             # Nobody holds what was committed, and nothing more will be computed.
             self.journal.base += 1
             self.restoring.go_back_to(command.step, self.machine.group.generation)
-        self._export(command.donors, command.step)
+        best = None if self.early_stop is None else verdict(self.early_stop, self.journal.history).best
+        self._exports, self._waits = command.step, best is not None and best < command.step
+        if not self._waits:
+            self._export(command.donors, command.step)
         if self.journal.committed >= command.step and not self.checkpoints.busy:
             # At the same time as the export: a run that is stopped has little time.
             self._keeps_the_end()
@@ -227,15 +249,51 @@ class ModelHandOver:
 
     def look(self) -> None:
         """End the run once the model is exported and the last checkpoint is made or given up."""
-        if self.machine.group.phase is not Phase.CLOSE or not self.over or self.checkpoints.busy:
+        if self.machine.group.phase is not Phase.CLOSE or self.checkpoints.busy:
             return
-        if not self._keeps_the_end():
+        if self._waits and not self._keeps_the_end():
+            self._waits = False
+            self._read_the_best()
+        if self.over and not self._keeps_the_end():
             self.machine.feed(e.Handed())
+
+    def _read_the_best(self) -> None:
+        """Have the workers that hold the last state, which is saved, read the best one, and export that."""
+        leads = self.machine.group.leads
+        best = verdict(self.early_stop, self.journal.history).best if self.early_stop is not None else None
+        manifest = None if best is None else self.checkpoints.complete(best)
+        if manifest is None or self._step > self.checkpoints.durable:
+            why = "could not be saved" if manifest is None else "cannot be read while the last one is not saved"
+            self.journal.note(f"the best state {why}: the model is the one after step {self._step + 1}")
+            self._export(leads, self._step)
+            return
+        self._exports = manifest.step
+        # From now on these workers do not hold the last state.
+        self._ends_kept = ENDS_KEPT
+        self._unread = {name for name, _ in leads}
+        for name, stage in leads:
+            self.loop.ask(
+                name,
+                "restore",
+                manifest,
+                self.partitions.layers(stage),
+                then=partial(self._has_read, leads, (name, stage), manifest.step),
+                failed=partial(self._not_shown, leads, manifest.step),
+                errors=(DamagedError, StorageError),
+            )
+
+    def _has_read(self, leads: tuple[Donor, ...], reader: Donor, step: int, _: object) -> None:
+        name, stage = reader
+        self._unread.discard(name)
+        self.machine.feed(e.Ready(name, step, stage))
+        if self._provide(leads, step) and not self._unread:
+            self.exporter.export(leads, step)
 
     def _export(self, leads: tuple[Donor, ...], step: int) -> None:
         """Export the model, unless other workers provide it by now."""
         if self._provide(leads, step):
-            self.replication.check(leads, step)
+            if step == self._step:
+                self.replication.check(leads, step)
             self.exporter.export(leads, step)
 
     def _showed(self, leads: tuple[Donor, ...], step: int, sha: str, show: str | None) -> None:
@@ -251,7 +309,7 @@ class ModelHandOver:
     def _provide(self, leads: tuple[Donor, ...], step: int) -> bool:
         """Return whether these workers still provide the model of that step."""
         group = self.machine.group
-        return group.phase is Phase.CLOSE and (group.leads, self._step) == (leads, step)
+        return group.phase is Phase.CLOSE and (group.leads, self._exports) == (leads, step)
 
     def _handed(self, leads: tuple[Donor, ...]) -> None:
         # The state that these workers alone hold is committed, now that the model is stored.

@@ -21,6 +21,7 @@ from raytrain_plus.controller.replication import Replication
 from raytrain_plus.controller.restoring import Restoring
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.controller.sources import Source, sources_of
+from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
@@ -84,6 +85,7 @@ class Formation:
     open_run: Callable[[], None]
     """Opens the run's folder. Only the first generation does so: nothing is wrong then with what was requested."""
     collective: str
+    early_stop: EarlyStop | None
     _now: _Worlds | None = field(default=None, init=False)
 
     def join(self, command: e.Join) -> None:
@@ -195,6 +197,7 @@ class Formation:
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
             evaluated=self.journal.evaluated,
+            history=self.journal.history if self.early_stop else {},
             share=share,
         )
         self.pulses.left(name, self.clock.now())

@@ -26,6 +26,7 @@ from raytrain_plus.data.parts import Parts
 from raytrain_plus.errors import FolderGone, RunError
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
+from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.run_events import EventLog
@@ -82,6 +83,7 @@ class Journal:
         self._log: EventLog | None = None
         self._parts: Parts | None = None
         self._trackers: Trackers | None = None
+        self._callbacks: Callbacks | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals(past.recoveries, past.stall_s, past.skipped, past.rows_skipped)
         self.gauges = Gauges(self._totals)
@@ -113,11 +115,12 @@ class Journal:
         dataset: Mapping[str, Any],
         controller: str = "",
         relays: Sequence[Relay] = (),
+        callbacks: Callbacks | None = None,
     ) -> None:
         """Begin writing to the run's folder.
 
         `dataset`: the description of the data, as in `Index.to_json`; `controller`: its name on its cluster; `relays`:
-        the receivers of metrics, in addition to TensorBoard.
+        the receivers of metrics, in addition to TensorBoard; `callbacks`: call the task's methods that hear of the run.
         """
         run = self._run
         self._ownership.begin(fence, address, controller)
@@ -128,6 +131,9 @@ class Journal:
         self._followed.read_back(self._log.read)
         self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
         self._trackers = Trackers(run, relays, self.outages, self.metrics)
+        self._callbacks = callbacks
+        if callbacks is not None:
+            callbacks.begin(self._log.behind)
         early, self._early = self._early, []
         self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
         for event in early:
@@ -142,7 +148,7 @@ class Journal:
     def renew(self) -> None:
         """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
         self._ownership.check()
-        self._tell_of_outages()
+        self._tell_news()
         if self._ownership.due and (self._renewing is None or self._renewing.done()):
             self._renewing = self._later(self._renew, "the run's lease cannot be renewed; trying again")
 
@@ -154,7 +160,7 @@ class Journal:
         """Raise `RunError` if another controller has taken over the run; nothing is written from then on."""
         self._look_for_another()
         if self._ownership.lost:
-            for opened in (self._trackers, self._parts, self._log):
+            for opened in (self._callbacks, self._trackers, self._parts, self._log):
                 if opened is not None:
                     opened.abandon()
         self._ownership.check()
@@ -194,9 +200,11 @@ class Journal:
         if not self.outages.knows(outage_of(error, self._run)):
             log.warning("%s: %s", failing, error)
 
-    def _tell_of_outages(self, last: bool = False) -> None:
+    def _tell_news(self, last: bool = False) -> None:
         for kind, fields in self.outages.news(last):
             self._tell(kind, **fields)
+        for text in () if self._callbacks is None else self._callbacks.news():
+            self.note(text)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
@@ -231,7 +239,7 @@ class Journal:
             for remark in record.remarks:
                 if remark.key not in self._remarked:
                     self._remarked.add(remark.key)
-                    self._tell("noted", text=remark.text)
+                    self.note(remark.text)
             if record.step > self.committed:
                 self._gathered.add(record)
             drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
@@ -285,15 +293,15 @@ class Journal:
         if self._log is not None:
             self._log.sync()
 
-    def saved(self, step: int, seconds: float, stall_s: float) -> None:
+    def saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
         self._newest = step
-        self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s)
+        self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s, checkpoint=name)
 
     def not_saved(self, step: int, error: str) -> None:
         """Record that a checkpoint was not saved, or cannot be used."""
         # The cause comes first: followers do not show it again.
-        self._tell_of_outages()
+        self._tell_news()
         self._tell("checkpoint_failed", step=step, error=error)
 
     def saving(self, step: int, written: int, total: int, per_s: float | None) -> None:
@@ -303,6 +311,11 @@ class Journal:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the evaluation metrics of the state after `step`; empty if it was not evaluated."""
         return self._metrics.get(step, {})
+
+    @property
+    def history(self) -> Mapping[int, Mapping[str, float]]:
+        """The metrics of all evaluations that count, by step."""
+        return dict(self._metrics)
 
     def samples(self, step: int) -> int:
         """Return the number of rows in all steps up to `step`."""
@@ -346,6 +359,10 @@ class Journal:
             self._waiting = what
             self._tell("waiting", **{"for": what})
 
+    def note(self, text: str) -> None:
+        """Record something that its user should know."""
+        self._tell("noted", text=text)
+
     def will_leave(self, node: str, deadline: float | None) -> None:
         """Record that a node that hosts workers will leave; `deadline` in Unix seconds."""
         self._tell("drain_notice", node=node, deadline=deadline)
@@ -363,11 +380,19 @@ class Journal:
         self._last_writes.write(write, self._newest)
 
     def finish(
-        self, name: str, status: str, error: str | None, export: Export | None, began: float, unsaved: str | None = None
+        self,
+        name: str,
+        status: str,
+        error: str | None,
+        export: Export | None,
+        began: float,
+        unsaved: str | None = None,
+        stopped_early: str | None = None,
     ) -> Result:
         """End the run: write its last event and its result, if it has a folder, and return the result.
 
-        `unsaved`: why the state that a stopped run ends with was not saved, if it was not.
+        `unsaved`: why the state that a stopped run ends with was not saved, if it was not. `stopped_early`: why a
+        finished run ends before its last step, if it does.
 
         The result is written last: if it exists, nothing of the run is missing, and nobody continues the run.
 
@@ -390,7 +415,7 @@ class Journal:
             bubble=self._bubble.share,
             ended=self._clock(),
         )
-        result = replace(result, **saved)
+        result = replace(result, **saved, stopped_early=stopped_early)
         told, parts = self._log, self._parts
         if told is None or parts is None:
             return result
@@ -398,6 +423,8 @@ class Journal:
         def made() -> None:
             self.check_fence()
             parts.flush()
+            # The task's callbacks read the events.
+            told.sync()
 
         def over() -> None:
             self.check_fence()
@@ -405,7 +432,9 @@ class Journal:
             result.save(self._run)
 
         self._last_writes.write(made, self._newest)
-        self._tell_of_outages(last=True)
+        if self._callbacks is not None:
+            self._callbacks.finish(self._still_alive)
+        self._tell_news(last=True)
         self._tell(
             "run_finished",
             status=status,
@@ -430,14 +459,14 @@ class Journal:
 
     def _still_alive(self) -> None:
         """Tell followers what the end of the run waits for, and that the run is alive."""
-        self._tell_of_outages()
+        self._tell_news()
         with contextlib.suppress(OSError):
             self._ownership.renew_at_once()
 
     def close(self) -> None:
         """Close what is open. What the storage does not take by now is lost, and logged."""
         self._aside.shutdown()
-        for opened in (self._parts, self._log, self._trackers):
+        for opened in (self._parts, self._log, self._callbacks, self._trackers):
             try:
                 if opened is not None:
                     opened.close()

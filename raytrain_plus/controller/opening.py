@@ -8,8 +8,11 @@ from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.order import Order
 from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.job.task_loader import run_facts
+from raytrain_plus.observe.callbacks import Callbacks, CalledTask
 from raytrain_plus.observe.trackers import start_trackers
 from raytrain_plus.runs.folder import TASK, claim
+from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 
@@ -21,8 +24,34 @@ def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
         fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
         run.hold(fence.claim)
         relays = start_trackers(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
-        journal.open(fence, order.job_yaml, order.versions, host.cluster, plan.index.to_json(), host.name, relays)
+        journal.open(
+            fence,
+            order.job_yaml,
+            order.versions,
+            host.cluster,
+            plan.index.to_json(),
+            host.name,
+            relays,
+            callbacks_of(order, run),
+        )
         source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
         run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])
     except StorageError as failure:
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure
+
+
+def callbacks_of(order: Order, run: Claimed) -> Callbacks | None:
+    """Return what calls the methods of the task that hear of the run in this folder; None if the task has none."""
+    if not order.callbacks:
+        return None
+    plan = order.plan
+    called = CalledTask(
+        task=str(plan.job.task),
+        pickled_task=plan.pickled_task,
+        roots=plan.roots,
+        args=plan.job.args,
+        facts=run_facts(plan.job, plan.steps),
+        folder=run.address,
+        checkpoints=run.inside(CHECKPOINTS).address,
+    )
+    return Callbacks(called, run)

@@ -301,6 +301,24 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStop:
+    """When a run ends because it no longer improves on its held-out rows."""
+
+    metric: str
+    """Name of a metric that `Task.evaluate` or `Task.summarise` returns. Required."""
+
+    mode: Literal["min", "max"] = "min"
+    """Whether the lowest (`min`, the default) or the highest (`max`) value of `metric` is the best."""
+
+    patience: int
+    """Evaluations in a row without a better value than before, after which the run ends. Required.
+
+    Every best state is saved, and kept, as with `checkpoint.keep_best`. At the end, `model.safetensors` is the best
+    state. The evaluation before the first step does not count.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One training job. Raises `JobError` with every problem found if a value is wrong or values contradict."""
 
@@ -380,6 +398,9 @@ class Job:
     evaluate: Evaluate | None = None
     """Evaluation on held-out rows. Default None: no evaluation."""
 
+    early_stop: EarlyStop | None = None
+    """When to end because the run no longer improves. Default None: the run makes all its steps."""
+
     trackers: Sequence[str] = field(default_factory=list)
     """Experiment trackers that get the run's metrics, in addition to TensorBoard: `mlflow`, `wandb`. Default: none.
 
@@ -401,6 +422,13 @@ class Job:
         problems += check_values({key: value for key, value in values.items() if key not in wrong})
         if problems:
             raise JobError(problems)
+
+    @property
+    def best(self) -> KeepBest | None:
+        """Which metric decides the best checkpoint, if one is to be kept: `checkpoint.keep_best`, or `early_stop`."""
+        if self.early_stop is None:
+            return self.checkpoint.keep_best
+        return KeepBest(metric=self.early_stop.metric, mode=self.early_stop.mode)
 
     def to_yaml(self) -> str:
         """Return the job as YAML with every setting spelled out, which loads back as an equal job.
@@ -432,6 +460,7 @@ _SAME = (
     "data.on_error",
     "steps",
     "epochs",
+    "early_stop",
     "workers.threads",
     "parallel.microbatches",
     "reduction",
@@ -453,6 +482,7 @@ _BEFORE = {
     "data.tokenizer": None,
     "data.pack": None,
     "data.on_error": "stop",
+    "early_stop": None,
     "compression": "none",
     "precision": "fp32",
     "parallel.schedule": "1f1b",

@@ -367,6 +367,13 @@ def _best(metric: str, evaluate: None) -> _Problem:
     return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
 
+def _one_best(stops: str, better: str, kept: str, best: str) -> _Problem:
+    if (stops, better) == (kept, best):
+        return None
+    what = f"early_stop keeps the best state by {stops} ({better}), and checkpoint.keep_best by {kept} ({best})"
+    return what, "the same metric and mode, or no checkpoint.keep_best", ""
+
+
 def _address(place: str | None) -> _Problem:
     if place is None or not is_address(place):
         return None
@@ -456,6 +463,12 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("checkpoint.every_s",), _seconds),
     (("checkpoint.keep",), _at_least(1)),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
+    (("early_stop.metric", "evaluate"), _best),
+    (("early_stop.patience",), _at_least(1)),
+    (
+        ("early_stop.metric", "early_stop.mode", "checkpoint.keep_best.metric", "checkpoint.keep_best.mode"),
+        _one_best,
+    ),
     (("evaluate.path", "evaluate.dataset"), _source),
     (("evaluate.path",), _address),
     (("evaluate.dataset",), _reference),

@@ -25,6 +25,7 @@ from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.job.task_source import changed_modules, source_digests
+from raytrain_plus.observe.callbacks import defined_callbacks
 from raytrain_plus.observe.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.release import VERSION
@@ -101,6 +102,7 @@ def order_of(
         past=past,
         task_modules=sources,
         sizes=sizes,
+        callbacks=defined_callbacks(code.task),
         fresh=fresh,
         job_yaml=job.to_yaml(),
         versions=_versions(),
@@ -166,7 +168,7 @@ def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> No
     """Refuse a checkpoint of another job or of other data that was copied into the folder."""
     where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
     # These settings may change when a run resumes.
-    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps")]
+    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps", "early_stop")]
     if differing:
         raise CheckpointError(
             f"the checkpoint belongs to another job ({manifest.run}); they differ in {', '.join(differing)}",

@@ -24,7 +24,7 @@ from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.open import open_folder
 
-RESUMED = ("args", "steps")
+RESUMED = ("args", "steps", "early_stop")
 """Settings that affect results, in which a resumed run may still differ."""
 
 

@@ -99,6 +99,8 @@ class Group:
     stopping: bool = False
     finished: bool = False
     """A member came back from the last step and what follows it."""
+    ended_at: int = -1
+    """That step: the last one of the job, or an earlier one if the run no longer improves."""
     failure: str = ""
     """Why the run has failed; empty if it has not."""
     faults: tuple[tuple[int, str, int], ...] = ()

@@ -109,7 +109,7 @@ def _wanted_again(group: Group) -> Group:
 
 def _ended(group: Group, best: NewestState | None) -> bool:
     # A worker that has a copy of a stage, and is the only one, first loads it as a member.
-    return group.finished and best is not None and best.step == group.limits.steps - 1 and not best.copied
+    return group.finished and best is not None and best.step == group.ended_at and not best.copied
 
 
 def _finish(group: Group, late: tuple[str, ...]) -> Outcome:
@@ -450,7 +450,8 @@ def _out(group: Group, event: e.Left) -> Group:
         # Its own copy counts as long as it lives, though a buddy may not have it yet.
         copies |= {(event.copy, event.stage)}
     group = with_worker(group, event.worker, state="idle", joined=False, copies=copies, **held)
-    group = replace(group, finished=group.finished or event.why == "finished")
+    if event.why == "finished" and event.holds is not None:
+        group = replace(group, finished=True, ended_at=event.holds)
     if event.why != "failed":
         return group
     group = replace(group, cause=event.fault)

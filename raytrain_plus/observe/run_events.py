@@ -53,6 +53,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 _OPTIONAL = {
     "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
+    "checkpoint_saved": frozenset({"checkpoint"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
 }
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
@@ -190,6 +191,11 @@ class EventLog:
         """Return the file's current path, if known: it changes if the folder is moved."""
         return self._lines.place() if isinstance(self._lines, Appended) else None
 
+    @property
+    def behind(self) -> int:
+        """What earlier controllers have written, as the first number of a `Tail.place`."""
+        return self._behind
+
     def read(self) -> Iterator[RunEvent]:
         """Yield the events that this log has written, without those of earlier controllers."""
         return _events(self._run, self._behind)
@@ -230,12 +236,18 @@ def glance(run: Folder) -> Iterator[RunEvent]:
 class Tail:
     """Read a run's events as they are written, each once."""
 
-    def __init__(self, run: Folder) -> None:
+    def __init__(self, run: Folder, at: int = 0, events: int = 0) -> None:
+        """Begin at a `place`; by default at the run's first event."""
         self._run = run
-        self._at = 0
+        self._at = at
         """The amount that has been read: bytes of the file, or whole parts."""
-        self._of_part = 0
+        self._of_part = events
         """The events that have been read of the next part."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The place behind the last event that was read: bytes of the file, or whole parts; events of the next part."""
+        return self._at, self._of_part
 
     def read(self) -> Iterator[RunEvent]:
         """Yield the events written since the last call, one by one: those of a long run may not fit into memory.

@@ -19,6 +19,8 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
         lines = [_already_finished(result), *_held_out(result, None)]
     else:
         lines = [*_head(result), *_held_out(result, progress), *_time(result, progress)]
+    if result.stopped_early is not None:
+        lines.insert(1, f"  stopped early: {result.stopped_early}; the model is the best one")
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]

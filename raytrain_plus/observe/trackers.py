@@ -13,24 +13,19 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import select
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from importlib.util import find_spec
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import yaml
 
 from raytrain_plus.errors import FolderGone, InputError
 from raytrain_plus.observe.event_metrics import EventMetrics, MetricValue, evaluation_metrics
 from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.side_process import SideProcess, environment_with
 from raytrain_plus.observe.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
@@ -156,12 +151,8 @@ class Relay:
         """Prepare a tracker; `name`: its package. The run's folder `run` stores the id of the tracker's run."""
         self._name = name
         self._run = run
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipe: IO[bytes] | None = None
+        self._process: SideProcess | None = None
         self._listener = threading.Thread(target=self._listen, name=f"tracker {name}", daemon=True)
-        # Another thread may call `abandon` when the run belongs to another controller.
-        self._writing = threading.RLock()
-        self._owed = bytearray()
         self._dropped = 0
         self._over = False
 
@@ -170,113 +161,59 @@ class Relay:
 
         `settings`: the resolved job; `environment`: see `settings_for`.
         """
-        search = os.pathsep.join(filter(None, sys.path))
-        known = {**CLIENT_TIMEOUTS, **os.environ, **environment, "PYTHONPATH": search}
+        known = {**CLIENT_TIMEOUTS, **environment_with(environment)}
         # It refers to one of W&B's own processes, on the machine where the run was started.
         known.pop("WANDB_SERVICE", None)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, self._name],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd=where if Path(where).is_dir() else None,
-                env=known,
-                # Ctrl-C must not end it: it exits when this process does.
-                start_new_session=True,
-            )
+            self._process = SideProcess(MODULE, [self._name], known, where)
         except OSError as error:
             log.warning("%s cannot be started: %s", self._name, error)
             return
-        self._pipe = self._process.stdin
-        assert self._pipe is not None
-        os.set_blocking(self._pipe.fileno(), False)
         self._listener.start()
-        self._say({"run": self._kept(), "title": settings["name"], "settings": settings})
+        self._process.say({"run": self._kept(), "title": settings["name"], "settings": settings})
 
     def add(self, metrics: Sequence[MetricValue]) -> None:
         """See `Tracker`."""
-        if len(self._owed) < MOST_BYTES:
-            self._say([astuple(metric) for metric in metrics])
+        if self._process is None:
+            return
+        if self._process.owed < MOST_BYTES:
+            self._process.say([astuple(metric) for metric in metrics])
         else:
             self._dropped += len(metrics)
-            self._write()
+            self._process.write()
 
     def end(self, status: str) -> None:
         """See `Tracker`."""
         self._over = True
-        self._say({"end": status, "dropped": self._dropped})
-        self._shut_if_written()
+        if self._process is not None:
+            self._process.say({"end": status, "dropped": self._dropped})
+            self._process.end_input()
 
     def close(self) -> None:
         """Wait until the process has exited, with a time limit, then kill it."""
-        deadline = time.monotonic() + END_S
-        while (pipe := self._pipe) is not None and (left := deadline - time.monotonic()) > 0:
-            room = select.poll()
-            room.register(pipe, select.POLLOUT)
-            room.poll(1000 * left)
-            self._write()
-            self._shut_if_written()
-        if self._process is not None:
-            try:
-                self._process.wait(LOAD_S + END_S + GOING_S)
-            except subprocess.TimeoutExpired:
-                log.warning("%s did not end in time; it may lack the run's last metrics", self._name)
+        if self._process is not None and not self._process.close(END_S, LOAD_S + END_S + GOING_S):
+            log.warning("%s did not end in time; it may lack the run's last metrics", self._name)
         self.abandon()
 
     def abandon(self) -> None:
         """Kill the process at once."""
         self._over = True
         if self._process is not None:
-            # Kill it before its input ends: it would treat that as the end of the run.
             self._process.kill()
-            self._process.wait()
             self._listener.join(GOING_S)
-        self._shut()
-
-    def _say(self, what: Any) -> None:
-        with self._writing:
-            if self._pipe is not None:
-                self._owed += json.dumps(what).encode() + b"\n"
-                self._write()
-
-    def _write(self) -> None:
-        """Write what the pipe accepts without waiting."""
-        with self._writing:
-            try:
-                while self._pipe is not None and self._owed:
-                    del self._owed[: os.write(self._pipe.fileno(), self._owed)]
-            except BlockingIOError:
-                return
-            except BrokenPipeError:
-                # The listener reports that the process has exited.
-                self._shut()
-
-    def _shut_if_written(self) -> None:
-        if not self._owed:
-            self._shut()
-
-    def _shut(self) -> None:
-        with self._writing:
-            if self._pipe is not None:
-                self._pipe.close()
-            self._pipe = None
-            self._owed.clear()
 
     def _listen(self) -> None:
         """Store the id of the tracker's run that the process reports, and log its warnings."""
-        process = self._process
-        assert process is not None
-        assert process.stdout is not None
-        with process.stdout as lines:
-            for line in lines:
-                told = json.loads(line)
-                if "run" in told:
-                    self._keep(told["run"])
-                else:
-                    log.warning("%s: %s", self._name, told["warning"])
-        code = process.wait()
+        assert self._process is not None
+        code = self._process.listen(self._hear)
         if code and not self._over:
             log.warning("%s exited with code %d; it receives no further metrics of the run", self._name, code)
+
+    def _hear(self, told: Mapping[str, str]) -> None:
+        if "run" in told:
+            self._keep(told["run"])
+        else:
+            log.warning("%s: %s", self._name, told["warning"])
 
     def _kept(self) -> str | None:
         """Return the id of the tracker's run to continue; None to begin one."""

@@ -134,7 +134,7 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
             else "move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
-    done = result is not None and result.status == "finished" and "steps" not in differs
+    done = result is not None and result.status == "finished" and not {"steps", "early_stop"} & {*differs}
     return result if done else None
 
 

@@ -290,13 +290,14 @@ def _best(found: Iterable[Manifest], metric: str, mode: str) -> Manifest | None:
 
 
 def best_of(found: Iterable[Manifest]) -> Manifest | None:
-    """Return the best of a run's complete checkpoints, by the metric of `checkpoint.keep_best`.
+    """Return the best of a run's complete checkpoints, by the metric of `checkpoint.keep_best` or `early_stop`.
 
     None if the job of the newest one does not set it, or no checkpoint has the metric.
     """
     ordered = sorted(found, key=newness)
-    checkpoint = ordered[-1].job.get("checkpoint") if ordered else None
-    wanted = checkpoint.get("keep_best") if isinstance(checkpoint, Mapping) else None
+    job = ordered[-1].job if ordered else {}
+    checkpoint = job.get("checkpoint")
+    wanted = job.get("early_stop") or (checkpoint.get("keep_best") if isinstance(checkpoint, Mapping) else None)
     if not isinstance(wanted, Mapping) or "metric" not in wanted:
         return None
     return _best(ordered, str(wanted["metric"]), str(wanted.get("mode", "min")))

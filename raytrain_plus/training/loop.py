@@ -16,6 +16,7 @@ from raytrain_plus.data.reader import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.early_stop import Stopping
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.metric_sums import ShardBatches
@@ -125,6 +126,7 @@ def train(
     end: int,
     evaluation: Evaluation | None,
     evaluated: int,
+    stopping: Stopping,
     timeouts: StepTimeouts,
     saving: CheckpointWriter,
     copying: Copying,
@@ -135,6 +137,7 @@ def train(
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
+    `stopping` has those, and ends the training early: all members know the same metrics, so they end together.
     Raises `Interrupted` if the group changes.
     """
     context = _context_of(world, control, timeouts, feed, saving, copying)
@@ -152,9 +155,9 @@ def train(
         tell=tell,
     )
     boundary.copy(first_step - 1, copying.ready())
-    boundary.evaluate(first_step - 1)
+    stopping.add(first_step - 1, boundary.evaluate(first_step - 1))
     step = first_step
-    while step < end:
+    while step < end and not stopping.over:
         limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
         control.set_limit(limit_s)
         together = range(step, last_together(step, end, steps.every, evaluation, saving) + 1)
@@ -167,9 +170,10 @@ def train(
         step, flags = together[-1], applied[-1].flags
         boundary.copy(step, not flags.uncopied)
         metrics = boundary.evaluate(step)
-        if step + 1 < end:
+        stopping.add(step, metrics)
+        if step + 1 < end and not stopping.over:
             # The final state is saved when the run ends.
-            boundary.save(step, metrics, flags)
+            boundary.save(step, metrics, flags, must=stopping.keeps(step))
             if flags.pause:
                 return "paused"
         step += 1
@@ -230,13 +234,16 @@ class _Boundary:
         self.tell(Evaluated(step=step, metrics=metrics))
         return metrics
 
-    def save(self, step: int, metrics: Mapping[str, float], flags: Flags) -> None:
-        """Save the state after `step` if a checkpoint is due or requested."""
+    def save(self, step: int, metrics: Mapping[str, float], flags: Flags, *, must: bool) -> None:
+        """Save the state after `step` if a checkpoint is due or requested.
+
+        `must`: it waits for an earlier checkpoint, because no later state can take its place.
+        """
         control = self.context.control
         self.saving.check()
         if not (flags.save or self.saving.due(step, bool(metrics))):
             return
-        if flags.busy:
+        if flags.busy and not must:
             # All members have seen `busy`, and none begins: retry at the next boundary, or the one after.
             control.save(control.generation)
             return

@@ -38,7 +38,7 @@ def check_best(best: KeepBest | None, metrics: Mapping[str, float]) -> None:
     near = difflib.get_close_matches(best.metric, metrics, 1)
     raise TaskError(
         f"evaluate returns no metric '{best.metric}'",
-        where="checkpoint.keep_best.metric",
+        where="checkpoint.keep_best.metric or early_stop.metric",
         expected=f"one of {', '.join(metrics)}" if metrics else "a metric that evaluate returns; it returns none",
         remedy=f"did you mean '{near[0]}'?" if near else "",
     )

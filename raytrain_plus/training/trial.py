@@ -451,7 +451,7 @@ def _tried(
             raise
         remarks.append(f"{error.what}; it had only {batch.rows:,} held-out rows, and gets all of them in a run")
         return {}
-    check_best(job.checkpoint.keep_best, metrics)
+    check_best(job.best, metrics)
     return metrics
 
 

@@ -18,6 +18,7 @@ from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.early_stop import Stopping
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
@@ -226,6 +227,7 @@ class Generation:
             end=prepared.plan.steps,
             evaluation=feeds.evaluation(assignment.layers.stage),
             evaluated=assignment.evaluated,
+            stopping=Stopping(job.early_stop, assignment.history),
             timeouts=StepTimeouts(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),

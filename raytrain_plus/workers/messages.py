@@ -182,6 +182,8 @@ class Assignment:
     share: ShareOf
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
+    history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """The metrics of all reported evaluations that count, by step, if they can end the run (`early_stop`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,7 +113,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         if trial is not None:
             check_alike(trial, built, f"task: {job.task}")
     copier = Copier(worker, own.holding, job.elastic.copy_every)
-    best = job.checkpoint.keep_best is not None
+    best = job.best is not None
     saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
     feeds = Feeds(plan, task.collate, transform)
     if job.parallel.pipeline == 1:

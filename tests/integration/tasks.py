@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import random
@@ -599,3 +600,33 @@ class Frozen(Faulty):
         parts = super().parts()
         frozen = {name: lambda build=parts[name]: build().requires_grad_(False) for name in ("first", "norm")}
         return {**parts, **frozen}
+
+
+class Hears(Faulty):
+    """The same, which writes down what it hears of its run, and fails at evaluations."""
+
+    def on_step(self, metrics: dict[str, Any]) -> None:
+        self.note("step", metrics["step"], metrics["loss"])
+
+    def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        self.note("evaluation", step, metrics["loss"])
+        raise ValueError("no room for this evaluation")
+
+    def on_checkpoint(self, step: int, path: str) -> None:
+        self.note("checkpoint", step, bool(os.listdir(path)))
+
+    def note(self, *what: Any) -> None:
+        with (self.folder / "heard").open("a") as file:
+            file.write(json.dumps([os.getpid(), *what]) + "\n")
+
+
+class Peaks(Faulty):
+    """The same with a held-out `distance`, which is least after 35 steps."""
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        self.made = super().optimizer(parameters)
+        return self.made
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        applied = max((int(state["step"]) for state in self.made.state.values()), default=0)
+        return {"distance": abs(applied - 35.0)}

@@ -88,11 +88,11 @@ class Kept:
             outages=Outages(),
             samples=lambda step: 8 * (step + 1),
             metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
-            saved=lambda step, took_s, stall_s: self.told.append(("journal", step)),
+            saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
             not_saved=lambda step, why: self.told.append((step, why)),
         )
         plan = SimpleNamespace(
-            job=SimpleNamespace(name="run", seed=3, checkpoint=Checkpoint(every_s=EVERY_S, keep=2)),
+            job=SimpleNamespace(name="run", seed=3, best=None, checkpoint=Checkpoint(every_s=EVERY_S, keep=2)),
             index=SimpleNamespace(fingerprint="f", rows=9),
         )
         order: Any = SimpleNamespace(plan=plan, past=None, task_sha256=None, job_yaml="seed: 3\n", versions={"v": "1"})

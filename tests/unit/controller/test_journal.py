@@ -362,7 +362,7 @@ def test_a_moved_folder_is_reported_with_its_new_place(tmp_path: Path, monkeypat
     fence = Fence(held, 0)
     held.hold(fence.claim)
     journal.open(fence, "name: x\n", {}, "here", {})
-    journal.saved(7, 0.1, 0.0)
+    journal.saved(7, 0.1, 0.0, "000000000007-00000000")
     (tmp_path / "run").rename(tmp_path / "its new place")
     monkeypatch.setattr(Lease, "due", True)
     with pytest.raises(RunError, match=r"moved to .*its new place: the run stops") as told:

@@ -66,6 +66,9 @@ GOOD = {
     "checkpoint.keep": ["1", "3"],
     "checkpoint.keep_best.metric": ["loss"],
     "checkpoint.keep_best.mode": ["min", "max"],
+    "early_stop.metric": ["loss"],
+    "early_stop.mode": ["min", "max"],
+    "early_stop.patience": ["1", "3"],
     "evaluate.path": ["data", "held_out"],
     "evaluate.every_steps": ["1", "5"],
     "trackers": ["[]"],
@@ -85,6 +88,7 @@ SELDOM = (
 """Settings that exclude many others."""
 TOGETHER = (
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", "evaluate.path"),
+    ("early_stop.mode", "early_stop.metric", "early_stop.patience", "evaluate.path"),
     ("evaluate.path", "evaluate.every_steps"),
 )
 NUMBERS = [key for key, values in GOOD.items() if re.fullmatch("[0-9.e+]+", values[-1])]

@@ -185,6 +185,13 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD.replace("path: data/digits", "dataset: ab"), [], "data.dataset: 'ab' is not an import path"),
         (GOOD + "evaluate: {every_steps: 1}\n", [], "evaluate.path: neither `path` nor `dataset` is given"),
         (GOOD + "evaluate: {path: x}\n", [], "evaluate.every_steps: is missing"),
+        (GOOD + "early_stop: {metric: loss, patience: 3}\n", [], "early_stop.metric: 'loss' needs an evaluation"),
+        (GOOD + "early_stop: {metric: loss, patience: 0}\n", [], "early_stop.patience: 0 is not allowed"),
+        (
+            GOOD + "early_stop: {metric: a, patience: 1}\ncheckpoint: {keep_best: {metric: a, mode: max}}\n",
+            [],
+            "early_stop.metric: early_stop keeps the best state by a (min), and checkpoint.keep_best by a (max)",
+        ),
         (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' is not an import path"),
         (
             GOOD.replace("examples.digits:Digits", "examples.digits.Digits"),
@@ -295,6 +302,7 @@ KEPT = {
     "data.on_error": "skip",
     "data.granule": "7",
     "steps": "11",
+    "early_stop": "{metric: loss, patience: 3}",
     "workers.threads": "2",
     "parallel.microbatches": "4",
     "reduction": "exact",

@@ -59,6 +59,7 @@ def group_in(phase: Phase) -> Group:
         committed=1 if started else -1,
         leads=(("a", WHOLE),) if phase is C else (),
         finished=phase is C,
+        ended_at=3 if phase is C else -1,
     )
 
 

@@ -12,6 +12,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch, StepBatches
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.early_stop import Stopping
 from raytrain_plus.training.loop import Evaluation, StepTimeouts, last_together, train
 from raytrain_plus.training.thread_control import Control
 
@@ -135,6 +136,7 @@ def trained(
         end=6,
         evaluation=None,
         evaluated=-2,
+        stopping=Stopping(None, {}),
         timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
         saving=saves,
         copying=Copies(done, **given),

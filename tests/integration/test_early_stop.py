@@ -1,0 +1,86 @@
+"""Runs that end because they no longer improve: at one step, with one model, whatever is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import safetensors.torch
+import torch
+
+from raytrain_plus import Checkpoint, EarlyStop, Evaluate, Job, Workers, run
+from raytrain_plus.launch.cluster import controllers_of
+from raytrain_plus.launch.runner import resume
+from raytrain_plus.runs.export import Which, weights_of
+from raytrain_plus.storage.local import LocalFolder
+from tests.integration.conftest import TASKS
+from tests.integration.elastic import Run, job
+from tests.integration.tasks import write_data
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
+
+BEST, END = 30, 50
+"""The distance is 5 after 30 and after 40 steps, and larger after 50."""
+
+
+def early(tmp_path: Path, **changes: Any) -> Job:
+    settings: dict[str, Any] = {
+        "task": "tasks:Peaks",
+        "steps": 200,
+        "reduction": "exact",
+        "workers": Workers(min=1, max=2),
+        "evaluate": Evaluate(path=str(write_data(tmp_path / "data")), every_steps=10),
+        "early_stop": EarlyStop(metric="distance", patience=2),
+        "checkpoint": Checkpoint(keep=1),
+        "args": {"pad_s": 0.01},
+    }
+    return job(tmp_path, **{**settings, **changes})
+
+
+def model(path: Path | str) -> bytes:
+    return (Path(path) / "model.safetensors").read_bytes()
+
+
+def test_the_best_state_is_the_model_and_a_kill_changes_nothing(tmp_path: Path) -> None:
+    calm = run(early(tmp_path, name="calm"), quiet=True, roots=[TASKS])
+    assert (calm.status, calm.exit_code, calm.steps) == ("finished", 0, END)
+    assert calm.stopped_early == f"distance has not improved since step {BEST}"
+    folder = LocalFolder(Path(calm.path))
+    manifest, weights = weights_of(folder, Which(best=True))
+    assert manifest.step == BEST - 1
+    exported = safetensors.torch.load(model(calm.path))
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    newest, last = weights_of(folder, Which())
+    assert newest.step == END - 1
+    assert any(not torch.equal(exported[name], value) for name, value in last.items())
+
+    again = run(early(tmp_path, name="calm"), quiet=True, roots=[TASKS])
+    assert (again.trained_steps, again.stopped_early) == (0, calm.stopped_early)
+
+    killed = Run(early(tmp_path, name="killed"))
+    killed.until_size(2)
+    killed.until_step(33)
+    killed.kill(killed.members()[1])
+    done = killed.finish()
+    assert (done.status, done.steps, done.stopped_early) == ("finished", END, calm.stopped_early)
+    assert done.recoveries == 1
+    assert done.state_sha256 == calm.state_sha256
+    assert model(done.path) == model(calm.path)
+
+
+def test_a_resumed_run_decides_from_all_its_evaluations_and_more_patience_continues_it(tmp_path: Path) -> None:
+    one = Run(early(tmp_path, args={"pad_s": 0.05}))
+    one.until_step(41)
+    for controller in controllers_of("run"):
+        ray.get(controller.stop.remote(), timeout=10)
+    stopped = one.finish()
+    assert (stopped.status, stopped.stopped_early) == ("stopped", None)
+    done = resume(stopped.path, quiet=True, roots=[TASKS])
+    assert (done.status, done.steps) == ("finished", END)
+    assert done.stopped_early == f"distance has not improved since step {BEST}"
+    longer = resume(stopped.path, ["early_stop.patience=4"], quiet=True, roots=[TASKS])
+    assert (longer.status, longer.steps, longer.stopped_early) == ("finished", END + 20, done.stopped_early)
+    assert longer.state_sha256 == done.state_sha256
