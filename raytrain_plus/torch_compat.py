@@ -159,6 +159,32 @@ class _NoModules(nullcontext[None]):
         pass
 
 
+def set_up_compiler(codes: int) -> None:
+    """Let torch make so many pieces of code of one function, in this process, and fail rather than stop compiling."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, codes)
+    dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * codes)
+    dynamo.fail_on_recompile_limit_hit = True
+    # Without processes of the compiler's own, none is left when this one is killed.
+    inductor.compile_threads = 1
+
+
+def graph_breaks() -> list[str]:
+    """Return why torch has left operations of compiled functions uncompiled, in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return list(counters["graph_break"])
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 class CreatedStorages(TorchDispatchMode):
     """A context that follows the memory which operations of this thread allocate for their results."""
 

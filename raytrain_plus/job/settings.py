@@ -386,6 +386,10 @@ class Job:
     checkpointing). `none` (the default), `full` (all) or a list of layer names; or `selective`: all, but the results of
     matrix products, convolutions and attention are kept, too. The result has the same bits."""
 
+    compile: bool = False
+    """Whether `torch.compile` compiles each layer's forward and backward pass; a model that does not declare its layers
+    is compiled whole. Default false. Each shape of a microbatch is compiled once, before the worker joins."""
+
     clip_norm: float | None = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
 
@@ -443,11 +447,13 @@ class Job:
     def same_as(self, resolved: str) -> list[str]:
         """Return the keys that make this job another one than `resolved`, the text of a `job.yaml`.
 
-        The keys are those of `_SAME`, and those of `_SAME_WITH_PIPEDREAM` if either job uses that schedule.
+        The keys are those of `_SAME`, and those of `_SAME_WITH_PIPEDREAM` and `_SAME_WITH_COMPILE` if either job uses
+        these.
         """
         mine, theirs = yaml.safe_load(self.to_yaml()), yaml.safe_load(resolved)
         overlap = any(_kept(job, "parallel.schedule") == "pipedream" for job in (mine, theirs))
-        keys = (*_SAME, *_SAME_WITH_PIPEDREAM) if overlap else _SAME
+        compiled = any(_kept(job, "compile") for job in (mine, theirs))
+        keys = (*_SAME, *(_SAME_WITH_PIPEDREAM if overlap else ()), *(_SAME_WITH_COMPILE if compiled else ()))
         return [key for key in keys if _kept(mine, key) != _kept(theirs, key)]
 
 
@@ -466,6 +472,7 @@ _SAME = (
     "reduction",
     "compression",
     "precision",
+    "compile",
     "clip_norm",
 )
 """Keys that must agree for two jobs to be the same, because the result depends on them.
@@ -474,6 +481,8 @@ It can also depend on `collective` and `elastic.on_nonfinite`, which may change.
 """
 _SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
 """Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
+_SAME_WITH_COMPILE = ("recompute",)
+"""Keys that must agree too if one of two jobs is compiled: the compiler makes other code for what is recomputed."""
 _BEFORE = {
     "data.image_size": None,
     "data.collate": None,
@@ -485,6 +494,8 @@ _BEFORE = {
     "early_stop": None,
     "compression": "none",
     "precision": "fp32",
+    "compile": False,
+    "recompute": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
     "parallel.partition": None,

@@ -304,6 +304,13 @@ def _recompute(recompute: str | Sequence[str], schedule: str) -> _Problem:
     return what, "recompute: none, or another schedule", ""
 
 
+def _compile(compiled: bool, schedule: str) -> _Problem:
+    if schedule != "zero-bubble" or not compiled:
+        return None
+    what = "the zero-bubble schedule divides backward passes at their operations, which compiled layers do not show"
+    return what, "compile: false, or another schedule", ""
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -452,6 +459,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),
     (("recompute", "parallel.schedule"), _recompute),
+    (("compile", "parallel.schedule"), _compile),
     (("precision", "parallel.schedule", "workers.gpus"), _precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),

@@ -15,8 +15,9 @@ from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
 from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.precision import Precision
+from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.whole import WholePasses
 
@@ -34,6 +35,8 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
     Raises `TaskError` for a model that cannot be trained, and what the task raises.
     """
     built = build_chunks(task, job.seed, device, chunks) if chunks else (build_model(task, job.seed, device),)
+    if not chunks:
+        check_layers(job.recompute, built[0].layers)
     state = TrainState(
         task,
         built,
@@ -43,9 +46,8 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         device=device,
         exact=job.reduction == "exact",
         make_wire=_wire(job),
-        precision=Precision(job.precision, device),
+        technique=technique_of(job, device),
         shard_rows=job.data.batch_size // job.data.shards,
-        recompute=job.recompute,
     )
     check_storable(state.holding())
     return state

@@ -13,7 +13,6 @@ from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -22,11 +21,10 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
-from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
-from raytrain_plus.training.recompute import layers_of, recompute_layers
+from raytrain_plus.training.recompute import check_layers
+from raytrain_plus.training.technique import Technique
 
 TIMES = 2
 """How often a layer is timed; the fastest run counts."""
@@ -37,25 +35,24 @@ COPIES = 4
 def measure_layers(
     task: Task,
     seed: int,
-    precision: Precision,
+    technique: Technique,
     microbatch: Microbatch,
     overlaps: bool = False,
-    recompute: Recompute = "none",
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
 
     Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
     parameters with gradients and optimizer state, and what a microbatch's forward pass makes and keeps. The last
     layer's seconds include the loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its
-    `counted_cost`. `recompute`: which layers are computed again. Raises `TaskError` if the model does not declare its
+    `counted_cost`. Raises `TaskError` if the model does not declare its
     layers or does not support overlapping steps; errors of the task propagate.
     """
-    work = Alone(task, seed, precision, microbatch)
+    work = Alone(task, seed, technique, microbatch)
     names = layer_names(task, seed)
-    again = layers_of(recompute, names)
+    check_layers(technique.recompute, names)
     given: Tensors | None = None
     found, trained = [], False
-    for number, (name, built) in enumerate(each_layer(task, seed, precision, names)):
+    for number, (name, built) in enumerate(each_layer(task, seed, technique, names)):
         if overlaps and built.tied:
             copy, owner = next(iter(built.tied.items()))
             raise TaskError(
@@ -65,7 +62,6 @@ def measure_layers(
             )
         module = built.module
         module.train()
-        recompute_layers(module, again, recompute)
         trained |= any(value.requires_grad for value in module.parameters())
         if number + 1 == len(names) and not trained:
             raise no_parameter()
@@ -91,7 +87,7 @@ def measure_layers(
             Layer(
                 name,
                 min(seconds),
-                sum(precision.kept_bytes(value, COPIES) for value in parameters),
+                sum(technique.precision.kept_bytes(value, COPIES) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
                 kept,
                 _counted(chunk, work, given) if overlaps else 0,
@@ -101,17 +97,15 @@ def measure_layers(
     return tuple(found)
 
 
-def each_layer(task: Task, seed: int, precision: Precision, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
+def each_layer(task: Task, seed: int, technique: Technique, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
     """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
+    device = technique.precision.device
     if task.layers() is None:
-        every: Iterable[Built] = build_chunks(task, seed, precision.device, [(name,) for name in names])
+        every: Iterable[Built] = build_chunks(task, seed, device, [(name,) for name in names])
     else:
-        every = (build_chunks(task, seed, precision.device, [(name,)])[0] for name in names)
+        every = (build_chunks(task, seed, device, [(name,)])[0] for name in names)
     for name, built in zip(names, every, strict=True):
-        named = list(built.module.named_parameters())
-        precision.check_parameters(named)
-        if precision.has_masters:
-            to_bfloat16(named)
+        technique.apply(built)
         yield name, built
 
 
@@ -151,11 +145,11 @@ def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
 class Alone:
     """A microbatch, as `chunk.PassWork`, with timed passes."""
 
-    def __init__(self, task: Task, seed: int, precision: Precision, microbatch: Microbatch) -> None:
+    def __init__(self, task: Task, seed: int, technique: Technique, microbatch: Microbatch) -> None:
         self._task = task
         self._seed = seed
-        self._precision = precision
-        self._device = precision.device
+        self._precision = technique.precision
+        self._device = technique.precision.device
         self._microbatch = microbatch
         self._seconds = 0.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raytrain_plus.errors import TaskError
@@ -57,6 +57,7 @@ def advice_for(kind: str, text: str, batch: Described) -> Advice:
         _attribute,
         _one_row,
         _in_place,
+        _many_shapes,
     ):
         found = rule(kind, text, batch)
         if found is not None:
@@ -179,3 +180,23 @@ def _in_place(kind: str, text: str, batch: Described) -> Advice | None:
         remedy="do without in-place operations such as x += y, x.mul_(2) and ReLU(inplace=True), above all on the "
         "input of a layer that `recompute` computes again",
     )
+
+
+def _many_shapes(kind: str, text: str, batch: Described) -> Advice | None:
+    if kind != "FailOnRecompileLimitHit":
+        return None
+    return Advice(
+        expected="inputs of few shapes, each of which a layer is compiled for",
+        remedy="make batches of equal shapes, or set compile to false",
+    )
+
+
+def breaks_in_words(breaks: Sequence[str]) -> str:
+    """Return that some operations are not compiled, with the first reason of those that torch gives.
+
+    >>> breaks_in_words(["Failed to trace\\n  Explanation: Dynamo does not know `print`.\\n  Hint: none", "another"])
+    'the layers leave compiled code at 2 places, and are slower for it: Failed to trace. Dynamo does not know `print`.'
+    """
+    places = "a place" if len(breaks) == 1 else f"{len(breaks)} places"
+    first = ". ".join(line.strip().removeprefix("Explanation: ") for line in breaks[0].strip().splitlines()[:2])
+    return f"the layers leave compiled code at {places}, and are slower for it: {first}"

@@ -10,8 +10,7 @@ from functools import partial
 from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
-from raytrain_plus.job.setting_types import Recompute
-from raytrain_plus.parallel.autocast import check_modes
+from raytrain_plus.parallel.autocast import Modes, check_modes
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.half import check_carried, ring_wire
 from raytrain_plus.parallel.wire import Exact, MakeWire
@@ -20,12 +19,10 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
-from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
-from raytrain_plus.training.recompute import layers_of, recompute_layers
 from raytrain_plus.training.rider import digits
+from raytrain_plus.training.technique import Technique
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class ModelPart:
     gradients: Gradients
     buffers: Buffers
     keys: LayerKeys
-    precision: Precision
+    technique: Technique
     masters: Mapping[str, nn.Parameter]
     """The float32 weights of which parameters are copies, by name; see `masters`."""
 
@@ -54,7 +51,7 @@ class ModelPart:
         """
         keyed = self.keys.begin(step, shard, microbatch)
         written = self.gradients.writes()
-        with self.keys.opened(keyed), self.precision.autocast():
+        with self.keys.opened(keyed), self.technique.precision.autocast():
             yield keyed
         self.gradients.check_unchanged(written)
         self.check_unchanged(before)
@@ -62,7 +59,8 @@ class ModelPart:
     @contextmanager
     def evaluating(self, shard: int, microbatch: int) -> Iterator[None]:
         """Open for a held-out microbatch's forward pass, with its random keys set."""
-        with self.keys.opened(self.keys.begin("evaluate", shard, microbatch)), self.precision.autocast():
+        keyed = self.keys.begin("evaluate", shard, microbatch)
+        with self.keys.opened(keyed), self.technique.precision.autocast():
             yield
 
     def check_unchanged(self, before: Sequence[int]) -> None:
@@ -85,13 +83,12 @@ def make_parts(
     exact: bool,
     make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
-    precision: Precision,
-    recompute: Recompute = "none",
+    technique: Technique,
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
     `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
-    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that `precision` excludes.
+    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that its precision excludes.
     """
     return tuple(
         _make_part(
@@ -103,8 +100,7 @@ def make_parts(
             header_shards=None if number else shards,
             bucket_bytes=bucket_bytes,
             label=f".{number}",
-            precision=precision,
-            recompute=recompute,
+            technique=technique,
         )
         for number, one in enumerate(built)
     )
@@ -120,16 +116,13 @@ def _make_part(
     header_shards: int | None,
     bucket_bytes: int,
     label: str,
-    precision: Precision,
-    recompute: Recompute,
+    technique: Technique,
 ) -> ModelPart:
     named = list(built.module.named_parameters())
-    precision.check_parameters(named)
     check_summable(named, exact=exact_shards is not None)
-    masters = to_bfloat16(named) if precision.has_masters else {}
     keys = LayerKeys(built.module, built.layers, seed)
-    recompute_layers(built.module, layers_of(recompute, built.layers), recompute, keys.recall)
-    built.module.register_forward_pre_hook(_checks_modes(keys, precision))
+    masters = technique.apply(built, keys.recall)
+    built.module.register_forward_pre_hook(_checks_modes(keys, technique.precision.modes))
     return ModelPart(
         built.module,
         named,
@@ -142,17 +135,17 @@ def _make_part(
         ),
         Buffers(built.module, task, exact_shards, label),
         keys,
-        precision,
+        technique,
         masters,
     )
 
 
-def _checks_modes(keys: LayerKeys, precision: Precision) -> Callable[[nn.Module, object], None]:
+def _checks_modes(keys: LayerKeys, modes: Modes) -> Callable[[nn.Module, object], None]:
     """Return a hook that checks, at calls of the model in a pass, that the task has left autocast as it is."""
 
     def check(_: nn.Module, __: object) -> None:
         if keys.current is not None:
-            check_modes(precision.modes)
+            check_modes(modes)
 
     return check
 

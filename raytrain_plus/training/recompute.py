@@ -11,7 +11,7 @@ buffers and the autocast of its forward pass.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,22 +33,17 @@ Recall = Callable[[str], None]
 """Sets the random key of a layer, by its name, that is about to be computed again."""
 
 
-def layers_of(which: Recompute, layers: Sequence[str]) -> Collection[str]:
-    """Return the layers of a model that are computed again, of all its `layers`.
-
-    Raises `TaskError` if the model does not declare its layers, or if there is none of such a name.
-    """
+def check_layers(which: Recompute, layers: Sequence[str]) -> None:
+    """Raise `TaskError` if a model with these layers cannot compute again those of `which`."""
     if which == "none":
-        return ()
+        return
     if not layers:
         raise TaskError(
             "a model that does not declare its layers cannot compute them again",
             where=f"recompute: {which}",
             expected="layers(), or a model() that returns an nn.Sequential with each module in it once",
         )
-    if isinstance(which, str):
-        return layers
-    for name in which:
+    for name in () if isinstance(which, str) else which:
         if name not in layers:
             near = difflib.get_close_matches(name, layers, 1)
             raise TaskError(
@@ -57,22 +52,47 @@ def layers_of(which: Recompute, layers: Sequence[str]) -> Collection[str]:
                 expected=f"one of {', '.join(layers)}",
                 remedy=f"did you mean '{near[0]}'?" if near else "",
             )
-    return which
+
+
+def names_of(which: Recompute, layers: Collection[str]) -> Collection[str]:
+    """Return those of some layers that are computed again."""
+    if isinstance(which, str):
+        return () if which == "none" else layers
+    return [name for name in which if name in layers]
 
 
 def recompute_layers(
-    module: nn.Module, names: Collection[str], which: Recompute, recall: Recall = lambda layer: None
+    layers: Mapping[str, nn.Module],
+    which: Recompute,
+    recall: Recall = lambda layer: None,
+    *,
+    compiled: bool = False,
 ) -> None:
-    """Have those of the layers `names` that are in the module computed again in backward passes, as `which` says."""
-    held = dict(module.named_children())
-    for name in names:
-        if name in held:
-            _recompute(held[name], name, which == "selective", recall)
+    """Have some of these layers, by name, computed again in backward passes.
+
+    `compiled`: those that `compiled.compile_layers` has taken care of are left alone.
+    """
+    for name in names_of(which, layers):
+        inside = compiled and which == "selective" and not list(layers[name].buffers())
+        if not inside:
+            # What is compiled is one operation to whoever would choose among the operations in it.
+            _recompute(layers[name], name, which == "selective" and not compiled, recall)
+
+
+def again_inside(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass to compile that is computed again selectively: the compiler plans the second one itself."""
+
+    def kept(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(
+            forward, *arguments, use_reentrant=False, preserve_rng_state=False, context_fn=_SELECTIVE, **named
+        )
+
+    return kept
 
 
 def _recompute(layer: nn.Module, name: str, selective: bool, recall: Recall) -> None:
     forward = layer.forward
-    contexts = partial(create_selective_checkpoint_contexts, _policy) if selective else noop_context_fn
+    contexts = _SELECTIVE if selective else noop_context_fn
     slots = [
         (layer.get_submodule(at.rpartition(".")[0]), at.rpartition(".")[2])
         for at, _ in layer.named_buffers(remove_duplicate=False)
@@ -100,6 +120,9 @@ def _recompute(layer: nn.Module, name: str, selective: bool, recall: Recall) -> 
 
 def _policy(_: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in DEAR_OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 
 
 @contextmanager

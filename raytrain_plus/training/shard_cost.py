@@ -98,7 +98,7 @@ def _passes_s(steps: SynchronousSteps, one: Microbatch) -> float:
     state.train()
 
     def passes() -> None:
-        with state.precision.autocast():
+        with state.technique.precision.autocast():
             loss = task_loss(state.task, state.module, on_device(one.batch, state.device), one.rows).loss
         torch.autograd.backward(loss)
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
@@ -28,9 +27,9 @@ from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, 
 from raytrain_plus.training.masters import Masters
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
-from raytrain_plus.training.precision import FP32, Precision
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.step_sums import StepSums
+from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.verdict import gradient_norm
 
 
@@ -63,16 +62,15 @@ class TrainState:
         exact: bool = False,
         make_wire: MakeWire = ring_wire,
         bucket_bytes: int = BUCKET_BYTES,
-        precision: Precision = FP32,
+        technique: Technique = PLAIN,
         shard_rows: int = 1,
-        recompute: Recompute = "none",
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
         `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. Raises
         `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
-        self.task, self.device, self.shards, self.precision = task, device, shards, precision
+        self.task, self.device, self.shards, self.technique = task, device, shards, technique
         self.parts = make_parts(
             task,
             built,
@@ -81,8 +79,7 @@ class TrainState:
             exact=exact,
             make_wire=make_wire,
             bucket_bytes=bucket_bytes,
-            precision=precision,
-            recompute=recompute,
+            technique=technique,
         )
         named = [pair for part in self.parts for pair in part.parameters]
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
@@ -106,7 +103,7 @@ class TrainState:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
-        if precision.scales_loss:
+        if technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
         self._clip_norm = clip_norm
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]

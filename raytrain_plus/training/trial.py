@@ -37,6 +37,7 @@ from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
+from raytrain_plus.torch_compat import graph_breaks
 from raytrain_plus.training.build import build_state, initial_sums, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
@@ -44,13 +45,13 @@ from raytrain_plus.training.footprint import Footprint, measure_footprint, total
 from raytrain_plus.training.loss import TaskLoss, held_out_metrics, on_device, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
-from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, check_best
+from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.training.model import layer_names
-from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.step import UNDEFINED
+from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 
@@ -204,6 +205,8 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
             raise
         remarks.append("the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried")
     seconds = time.monotonic() - start
+    if job.compile and (breaks := graph_breaks()):
+        remarks.append(f"compile: {breaks_in_words(breaks)}")
     metrics = {}
     if held_out is not None:
         few = _batch(job, task, held_out, count)
@@ -245,13 +248,13 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     start = time.monotonic()
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        layers = measure_layers(
-            task, job.seed, Precision(job.precision, device), batch, job.parallel.overlaps, job.recompute
-        )
+        layers = measure_layers(task, job.seed, technique_of(job, device), batch, job.parallel.overlaps)
         seconds = time.monotonic() - start
         few = None if held_out is None else _batch(job, task, held_out, wanted)
-        returned = _one_by_one(task, job, Precision(job.precision, device), batch, few)
+        returned = _one_by_one(task, job, technique_of(job, device), batch, few)
     remarks, metrics = list[str](), {}
+    if job.compile and (breaks := graph_breaks()):
+        remarks.append(f"compile: {breaks_in_words(breaks)}")
     if few is not None:
         metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
     return Trial(
@@ -265,15 +268,15 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     )
 
 
-def _one_by_one(task: Task, job: Job, precision: Precision, batch: Microbatch, held_out: Microbatch | None) -> Any:
+def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, held_out: Microbatch | None) -> Any:
     """Make an optimizer step with each layer alone, and pass a held-out microbatch through all.
 
     Returns what `evaluate` returns for it.
     """
-    work = Alone(task, job.seed, precision, batch)
+    work = Alone(task, job.seed, technique, batch)
     names = layer_names(task, job.seed)
     output, evaluated, empty, stepped = None, None, None, False
-    for number, (_, built) in enumerate(each_layer(task, job.seed, precision, names)):
+    for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names)):
         module = built.module.train()
         chunk = Chunk(module, number, [0] * len(names))
         output = forward(chunk, work, output)
@@ -289,7 +292,7 @@ def _one_by_one(task: Task, job: Job, precision: Precision, batch: Microbatch, h
             module.eval()
             with torch.no_grad():
                 chunk = Chunk(module, number, [0] * len(names))
-                evaluated = forward(chunk, _Evaluated(task, job.seed, precision, held_out), evaluated)
+                evaluated = forward(chunk, _Evaluated(task, job.seed, technique, held_out), evaluated)
     if empty is not None and not stepped:
         raise empty
     return evaluated
@@ -417,7 +420,7 @@ def _footprint(
         nonlocal seconds
         batch = _batch(job, other, rows, count)
         start = time.monotonic()
-        with state.precision.autocast():
+        with state.technique.precision.autocast():
             found = task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
         seconds = BACKWARD * (time.monotonic() - start) / batch.rows
         return found

@@ -27,8 +27,8 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_state, task_of
 from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
-from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.trial import Trial, check_alike, try_task
 from raytrain_plus.workers.copier import Copier
@@ -97,7 +97,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
     )
     device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
-    Precision(job.precision, device).set_up()
+    technique_of(job, device).precision.set_up()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     trial = _trial(plan, cls, device, transform) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
@@ -124,9 +124,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         layers = (
             trial.layers
             if trial is not None
-            else measure_layers(
-                task, job.seed, Precision(job.precision, device), first, job.parallel.overlaps, job.recompute
-            )
+            else measure_layers(task, job.seed, technique_of(job, device), first, job.parallel.overlaps)
         )
         ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
     made = Prepared(

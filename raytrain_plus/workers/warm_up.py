@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.thread_control import Control
+from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.prepared import Prepared
 
 FIRST_STEP_S = 300.0
@@ -14,7 +20,7 @@ measure."""
 
 
 def warm_up(prepared: Prepared, control: Control) -> None:
-    """Make one step alone; no state is held afterwards."""
+    """Make one step alone, and compile the evaluation if layers are compiled; no state is held afterwards."""
     if prepared.plan.job.parallel.pipeline > 1:
         # It has measured the layers, which amounts to a step, and has no state that it could lose.
         return
@@ -24,5 +30,14 @@ def warm_up(prepared: Prepared, control: Control) -> None:
     with prepared.feeds.batches((0,), 0, stream=False) as feed:
         batches = feed.get(0, FIRST_STEP_S)
         context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
-        whole_steps(state).run(0, batches.shards, context)
+        steps = whole_steps(state)
+        steps.run(0, batches.shards, context)
+    evaluation = prepared.feeds.evaluation(prepared.own.stage or WHOLE.stage)
+    if evaluation is not None and prepared.plan.job.compile:
+        shards = prepared.plan.job.data.shards
+
+        def first(shard: int) -> Iterator[Microbatch]:
+            return itertools.islice(evaluation.batches(shard), 1)
+
+        evaluate(state, steps.passes, first, (0,), context, shards=shards, step=-1)
     state.discard()

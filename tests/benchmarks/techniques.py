@@ -28,6 +28,7 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.masters import Masters, to_bfloat16
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
+from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 
@@ -97,7 +98,7 @@ def own(made: ByteGPT, name: setting_types.Precision) -> Step:
         shards=1,
         clip_norm=CLIP_NORM,
         device=CPU,
-        precision=Precision(name),
+        technique=Technique(Precision(name)),
         shard_rows=ROWS,
     )
     steps, control = whole_steps(state), Control()

@@ -32,6 +32,7 @@ from raytrain_plus.data.reader import PREFETCH_STEPS
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.storage import local
+from raytrain_plus.torch_compat import compiled_graphs
 from raytrain_plus.training import synchronous
 from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.workers.notices import listen
@@ -521,6 +522,16 @@ class _Slope(torch.autograd.Function):
         if ctx.slope > 1:
             ctx.task.reach("steep")
         return gradients[0] * ctx.slope, None, None
+
+
+class Counts(Faulty):
+    """Notes how many graphs torch has compiled in this process, once a step and before each evaluation."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not in_trial():
+            with (self.folder / f"graphs-{os.getpid()}").open("a") as file:
+                file.write(f"{compiled_graphs()}\n")
+        return super().loss(model, batch)
 
 
 class Mortal(Net):

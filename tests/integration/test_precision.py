@@ -78,3 +78,23 @@ def test_a_run_that_was_stopped_resumes_with_the_same_bits(tmp_path: Path, preci
     assert run.finish().status == "stopped"
     again = Run(replace(run.job, workers=Workers(min=1)), fresh=False)
     assert ended(again)[0] == expected[0]
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_not_compiled_again_after_a_loss_and_a_rescale(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"task": "tasks:Counts", "compile": True, "recompute": "full"}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "three").mkdir()
+    one = {"fault": "", "folder": str(tmp_path / "one")}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), args=one, **settings)))
+    args = {"fault": "applied:kill:9", "folder": str(tmp_path / "three"), "pad_s": 0.02}
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=3), args=args, **settings))
+    assert ended(run) == expected
+    [recovered] = run.events("recovered")
+    assert recovered["stall_s"] < 3
+    counts = [[int(line) for line in file.read_text().split()] for file in (tmp_path / "three").glob("graphs-*")]
+    assert len(counts) >= 3
+    # The warm-up makes everything before a worker joins; no loss, evaluation or change of the group adds to it.
+    shards = 12
+    assert [found for found in counts if len(set(found[2 * shards :])) > 1] == []

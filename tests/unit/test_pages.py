@@ -58,4 +58,8 @@ def test_every_module_that_the_map_refers_to_exists() -> None:
 def test_the_page_of_jobs_lists_what_makes_two_jobs_the_same() -> None:
     jobs = (PACKAGE.parent / "jobs" / "README.md").read_text()
     listed = re.findall(r"`([a-z_.]+)`", jobs.partition("Two jobs are the same if")[2].partition("`raytrain run`")[0])
-    assert tuple(listed) == (*settings._SAME, *settings._SAME_WITH_PIPEDREAM)
+    assert tuple(listed) == (
+        *settings._SAME,
+        *settings._SAME_WITH_PIPEDREAM,
+        *settings._SAME_WITH_COMPILE,
+    )

@@ -122,6 +122,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             ["recompute=[in]", "parallel.schedule=zero-bubble"],
             "the zero-bubble schedule makes each backward pass in two parts",
         ),
+        (
+            GOOD + STAGES,
+            ["compile=true", "parallel.schedule=zero-bubble"],
+            "the zero-bubble schedule divides backward passes at their operations",
+        ),
         (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
         (GOOD, ["data.on_error=ignore"], "data.on_error=ignore: 'ignore' is not allowed"),
@@ -308,6 +313,7 @@ KEPT = {
     "reduction": "exact",
     "compression": "bf16",
     "precision": "bf16",
+    "compile": "true",
     "clip_norm": "1.5",
 }
 """Settings that a run keeps for life: a job with other values is a different job."""

@@ -19,7 +19,7 @@ from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
 from raytrain_plus.parallel.pipeline.partition import counted_cost
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import layer_names
-from raytrain_plus.training.precision import FP32
+from raytrain_plus.training.technique import PLAIN
 
 CPU = torch.device("cpu")
 BATCH = Microbatch({"x": torch.randn(5, 6), "y": torch.tensor([0, 1, 2, 0, 1])}, 5)
@@ -78,7 +78,7 @@ class Plain(Layered):
 
 def test_each_layer_is_measured_by_itself() -> None:
     BUILT.clear()
-    frozen, wide, slow, head = measure_layers(Layered(), 3, FP32, BATCH)
+    frozen, wide, slow, head = measure_layers(Layered(), 3, PLAIN, BATCH)
     assert [layer.name for layer in (frozen, wide, slow, head)] == BUILT, "each is built once"
     # Their passes take nearly no time beside the sleep, in which only that layer is.
     assert slow.seconds >= 0.05
@@ -93,7 +93,7 @@ def test_each_layer_is_measured_by_itself() -> None:
 
 
 def test_counted_costs_have_the_operations_of_both_passes_and_the_values() -> None:
-    counted = measure_layers(Layered(), 3, FP32, BATCH, overlaps=True)
+    counted = measure_layers(Layered(), 3, PLAIN, BATCH, overlaps=True)
     assert [layer.cost for layer in counted] == [
         # Nothing before it learns, and nothing in it: it has no backward pass.
         counted_cost(operations=2 * 5 * 6 * 6, parameters=6 * 6 + 6, elements=5 * 6),
@@ -101,7 +101,7 @@ def test_counted_costs_have_the_operations_of_both_passes_and_the_values() -> No
         counted_cost(operations=0, parameters=0, elements=2 * 5 * 8),
         counted_cost(operations=3 * (2 * 5 * 8 * 3), parameters=8 * 3 + 3, elements=5 * 3),
     ]
-    assert [layer.cost for layer in measure_layers(Layered(), 3, FP32, BATCH)] == [0, 0, 0, 0]
+    assert [layer.cost for layer in measure_layers(Layered(), 3, PLAIN, BATCH)] == [0, 0, 0, 0]
 
 
 class Attention(nn.Module):
@@ -136,7 +136,7 @@ class Sequences(Layered):
 def test_attention_and_recurrent_layers_are_counted_on_a_cpu() -> None:
     rows, length, width = 4, 7, 6
     batch = Microbatch({"x": torch.randn(rows, length, width)}, rows)
-    _, attention, recurrent, _ = measure_layers(Sequences(), 3, FP32, batch, overlaps=True)
+    _, attention, recurrent, _ = measure_layers(Sequences(), 3, PLAIN, batch, overlaps=True)
     values = rows * length * width
     # Two products forward; backward four, and one of them again.
     assert attention.cost == counted_cost(7 * 2 * values * length, 0, values)
@@ -170,7 +170,9 @@ class Sleepy(Plain):
 
 def test_partitions_that_change_results_do_not_depend_on_times() -> None:
     def partition(schedule: Schedule, **seconds: float) -> tuple[Chunks, ...] | None:
-        return partition_layers(measure_layers(Sleepy(**seconds), 3, FP32, BATCH, schedule == "pipedream"), schedule, 2)
+        return partition_layers(
+            measure_layers(Sleepy(**seconds), 3, PLAIN, BATCH, schedule == "pipedream"), schedule, 2
+        )
 
     early, late = {"first_s": 0.02, "last_s": 0.0}, {"first_s": 0.0, "last_s": 0.02}
     assert partition("1f1b", **early) != partition("1f1b", **late)
@@ -178,7 +180,7 @@ def test_partitions_that_change_results_do_not_depend_on_times() -> None:
 
 
 def test_a_plain_sequence_has_its_modules_as_layers() -> None:
-    assert [layer.name for layer in measure_layers(Plain(), 3, FP32, BATCH)] == ["0", "1", "2"]
+    assert [layer.name for layer in measure_layers(Plain(), 3, PLAIN, BATCH)] == ["0", "1", "2"]
 
 
 def test_a_model_without_an_order_of_layers() -> None:
@@ -221,11 +223,11 @@ def test_errors_about_overlapping_steps_name_the_layer() -> None:
             return {"head.inner.weight": "wide.weight"}
 
     assert (
-        len(measure_layers(Running(), 3, FP32, BATCH))
-        == len(measure_layers(Masked(), 3, FP32, BATCH, overlaps=True))
+        len(measure_layers(Running(), 3, PLAIN, BATCH))
+        == len(measure_layers(Masked(), 3, PLAIN, BATCH, overlaps=True))
         == 4
     )
     with pytest.raises(TaskError, match=r"the buffer '1\.running_mean' changes in a forward pass(.|\n)*LayerNorm"):
-        measure_layers(Running(), 3, FP32, BATCH, overlaps=True)
+        measure_layers(Running(), 3, PLAIN, BATCH, overlaps=True)
     with pytest.raises(TaskError, match="'head.inner.weight' and 'wide.weight' are tied".replace(".", r"\.")):
-        measure_layers(Tied(), 3, FP32, BATCH, overlaps=True)
+        measure_layers(Tied(), 3, PLAIN, BATCH, overlaps=True)

@@ -23,6 +23,7 @@ from raytrain_plus.training.loss_scale import FIRST, GROWTH_STEPS, LARGEST, Loss
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.state_source import sha256_of
 from tests.unit.training.group import context
@@ -89,7 +90,7 @@ def steps_of(name: Name, task: Task, exact: bool = False) -> SynchronousSteps:
         clip_norm=1.0,
         device=CPU,
         exact=exact,
-        precision=Precision(name),
+        technique=Technique(Precision(name)),
         shard_rows=ROWS,
     )
     return whole_steps(state)

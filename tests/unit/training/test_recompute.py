@@ -23,7 +23,8 @@ from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import FP32, Precision
-from raytrain_plus.training.recompute import layers_of, recompute_layers
+from raytrain_plus.training.recompute import check_layers, recompute_layers
+from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.state_source import sha256_of
 from tests.unit.training.group import context
@@ -56,8 +57,7 @@ def trained(recompute: Recompute, precision: Precision = FP32, task: type[Task] 
         shards=SHARDS,
         clip_norm=0.5,
         device=CPU,
-        precision=precision,
-        recompute=recompute,
+        technique=Technique(precision, recompute),
     )
     steps = whole_steps(state)
     applied = [steps.run(step, batches(step), context(SoloWorld())) for step in range(STEPS)]
@@ -99,7 +99,7 @@ def test_each_layer_is_computed_once_more(recompute: Recompute, passes: list[str
     model = nn.Sequential()
     for name in "ab":
         model.add_module(name, Counted(calls, name))
-    recompute_layers(model, layers_of(recompute, ["a", "b"]), recompute)
+    recompute_layers(dict(model.named_children()), recompute)
     model(torch.randn(2, 6)).sum().backward()
     assert calls == passes
     with torch.no_grad():
@@ -114,17 +114,17 @@ class Overwrites(nn.Module):
 
 def test_an_input_that_was_overwritten_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Overwrites())
-    recompute_layers(model, ["1"], ["1"])
+    recompute_layers(dict(model.named_children()), ["1"])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.randn(2, 3)).sum().backward()
 
 
 def test_names_must_be_those_of_layers() -> None:
     with pytest.raises(TaskError, match="there is no layer 'block4'") as caught:
-        layers_of(["block4"], ["embed", "block0", "head"])
+        check_layers(["block4"], ["embed", "block0", "head"])
     assert caught.value.remedy == "did you mean 'block0'?"
     with pytest.raises(TaskError, match="a model that does not declare its layers cannot compute them again"):
-        layers_of("full", [])
+        check_layers("full", [])
 
 
 def gpt() -> ByteGPT:
@@ -143,9 +143,9 @@ def gpt_batch(rows: int) -> Microbatch:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", ["block0", "block1"]], ids=str)
 def test_the_forecast_of_activations_is_what_torch_measures(recompute: Recompute, precision: Any) -> None:
     task, batch, own = gpt(), gpt_batch(8), Precision(precision)
-    layers = measure_layers(task, 0, own, batch, recompute=recompute)
+    layers = measure_layers(task, 0, Technique(own, recompute), batch)
     model = build_model(task, 0, CPU).module.train()
-    recompute_layers(model, layers_of(recompute, [layer.name for layer in layers]), recompute)
+    recompute_layers(dict(model.named_children()), recompute)
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:
@@ -160,7 +160,7 @@ def test_the_forecast_of_activations_is_what_torch_measures(recompute: Recompute
 
 def test_less_is_kept() -> None:
     found = {
-        kind: sum(layer.activations for layer in measure_layers(gpt(), 0, FP32, gpt_batch(8), recompute=kind))
+        kind: sum(layer.activations for layer in measure_layers(gpt(), 0, Technique(recompute=kind), gpt_batch(8)))
         for kind in ("none", "selective", "full")
     }
     assert found["full"] < 0.5 * found["selective"] < 0.4 * found["none"]

@@ -39,10 +39,11 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.precision import FP32, Precision
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.replica import AT_ONCE, replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
+from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
@@ -210,7 +211,7 @@ def control() -> Control:
     return made
 
 
-def state_of(task: Task, built: Any, exact: bool, precision: Precision = FP32) -> TrainState:
+def state_of(task: Task, built: Any, exact: bool, technique: Technique = PLAIN) -> TrainState:
     return TrainState(
         task,
         built,
@@ -220,7 +221,7 @@ def state_of(task: Task, built: Any, exact: bool, precision: Precision = FP32) -
         device=CPU,
         exact=exact,
         bucket_bytes=300,
-        precision=precision,
+        technique=technique,
         shard_rows=MICROBATCHES * ROWS,
     )
 
@@ -230,10 +231,10 @@ def tensors_of(one: TrainState) -> dict[str, torch.Tensor]:
     return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named), **scale_values(one.counts)}
 
 
-def alone(exact: bool, task: type[Task] = Deep, precision: Precision = FP32) -> Told:
+def alone(exact: bool, task: type[Task] = Deep, technique: Technique = PLAIN) -> Told:
     """Return one worker's results."""
     made = task()
-    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact, precision))
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact, technique))
     applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
     return applied, tensors_of(one.state)
 
@@ -245,7 +246,7 @@ def together(
     task: type[Task] = Deep,
     wished: Callable[[int, int], Flags] = lambda seat, step: Flags(),
     act: Callable[..., Any] | None = None,
-    precision: Precision = FP32,
+    technique: Technique = PLAIN,
 ) -> list[Any]:
     """Return each worker's results for so many replicas of so many stages, or those of `act`."""
     where = chunk_stages(schedule, shape.stages)
@@ -262,7 +263,7 @@ def together(
         made = task()
         chunks = [names[first:last] for (first, last), holder in zip(spans, where, strict=True) if holder == stage]
         with COMPUTES:
-            state = state_of(made, build_chunks(made, SEED, CPU, chunks), exact, precision)
+            state = state_of(made, build_chunks(made, SEED, CPU, chunks), exact, technique)
         tied = Layers(Stage(stage, shape.stages), (), where_is).apart(state.tied)
         peers = Threads(stage, mails[replica])
         passes = replica_stage(Synchronous, state, peers, schedule=schedule, stages=shape.stages, tied=tied)
@@ -321,10 +322,10 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-params"])
 def test_the_bits_are_those_of_one_worker_in_16_bits(name: Any, schedule: Schedule) -> None:
-    precision = Precision(name)
-    applied, state = alone(exact=True, precision=precision)
+    technique = Technique(Precision(name))
+    applied, state = alone(exact=True, technique=technique)
     assert ("scale/loss" in state) == (name == "fp16")
-    for found, own in together(Shape(1, 2), schedule, exact=True, precision=precision):
+    for found, own in together(Shape(1, 2), schedule, exact=True, technique=technique):
         assert found == applied
         assert [key for key, value in own.items() if not torch.equal(state[key], value)] == []
 
