@@ -32,8 +32,8 @@ def warm_up(prepared: Prepared, control: Control) -> None:
         context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
         steps = whole_steps(state)
         steps.run(0, batches.shards, context)
-    evaluation = prepared.feeds.evaluation(prepared.own.stage or WHOLE.stage)
-    if evaluation is not None and prepared.plan.job.compile:
+    evaluation = prepared.feeds.evaluation(WHOLE.stage) if prepared.plan.job.compile else None
+    if evaluation is not None:
         shards = prepared.plan.job.data.shards
 
         def first(shard: int) -> Iterator[Microbatch]:
