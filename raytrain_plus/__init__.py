@@ -8,7 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
-from raytrain_plus.job.settings import Checkpoint, Data, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel, Workers
+from raytrain_plus.job.settings import (
+    Checkpoint,
+    Data,
+    EarlyStop,
+    Elastic,
+    Ema,
+    Evaluate,
+    Job,
+    KeepBest,
+    Parallel,
+    Workers,
+)
 from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
@@ -24,6 +35,7 @@ __all__ = [
     "DataError",
     "EarlyStop",
     "Elastic",
+    "Ema",
     "Evaluate",
     "Handle",
     "InputError",

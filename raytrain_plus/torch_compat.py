@@ -93,6 +93,16 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
     torch._foreach_copy_(list(targets), list(sources))
 
 
+def lerp_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], weight: float) -> None:
+    """Move each target by this share of the way to its source, by few kernels."""
+    torch._foreach_lerp_(list(targets), list(sources), weight)
+
+
+def put_parameter(module: nn.Module, name: str, value: nn.Parameter) -> None:
+    """Replace the module's own parameter `name`."""
+    module._parameters[name] = value
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether calling the module also calls something that was registered with it."""
     return bool(module._forward_hooks or module._forward_pre_hooks)

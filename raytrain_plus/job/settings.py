@@ -301,6 +301,14 @@ class Evaluate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Ema:
+    """The moving average of the weights."""
+
+    decay: float
+    """Share of the old average in the new one, above 0 and below 1, such as 0.999. Required."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyStop:
     """When a run ends because it no longer improves on its held-out rows."""
 
@@ -385,6 +393,9 @@ class Job:
     """Layers that keep only their input for the backward pass, and are computed again in it, to save memory (activation
     checkpointing). `none` (the default), `full` (all) or a list of layer names; or `selective`: all, but the results of
     matrix products, convolutions and attention are kept, too. The result has the same bits."""
+
+    ema: Ema | None = None
+    """Exponential moving average of the weights, which evaluations and the exported model use. Default None: none."""
 
     compile: bool = False
     """Whether `torch.compile` compiles each layer's forward and backward pass; a model that does not declare its layers
@@ -473,6 +484,7 @@ _SAME = (
     "compression",
     "precision",
     "compile",
+    "ema",
     "clip_norm",
 )
 """Keys that must agree for two jobs to be the same, because the result depends on them.
@@ -495,6 +507,7 @@ _BEFORE = {
     "compression": "none",
     "precision": "fp32",
     "compile": False,
+    "ema": None,
     "recompute": "none",
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.

@@ -311,6 +311,10 @@ def _compile(compiled: bool, schedule: str) -> _Problem:
     return what, "compile: false, or another schedule", ""
 
 
+def _decay(decay: float) -> _Problem:
+    return None if 0 < decay < 1 else (f"{decay:g} is not allowed", "a number above 0 and below 1, such as 0.999", "")
+
+
 def _gpus(gpus: float) -> _Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
@@ -460,6 +464,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("compression", "reduction"), _compression),
     (("recompute", "parallel.schedule"), _recompute),
     (("compile", "parallel.schedule"), _compile),
+    (("ema.decay",), _decay),
     (("precision", "parallel.schedule", "workers.gpus"), _precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),

@@ -24,6 +24,7 @@ from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Found, read_tensors
+from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.state.transfer import unpacked
@@ -157,8 +158,8 @@ def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str
     buffers = set(manifest.tree["persistent"])
     names = [
         name
-        for name in manifest.tensors
-        if name.startswith("param/") or (name.startswith("buffer/") and name.partition("/")[2] in buffers)
+        for name in to_export(manifest.tensors)
+        if not name.startswith("buffer/") or name.partition("/")[2] in buffers
     ]
     try:
         tensors = read_tensors(run, manifest, dict.fromkeys(names))

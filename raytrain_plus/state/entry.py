@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+OF_MODEL = ("param/", "buffer/", "ema/")
+"""How the names of tensors begin that belong to the model rather than the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,4 +32,15 @@ class Entry:
     @property
     def of_model(self) -> bool:
         """Whether it belongs to the model rather than the optimizer."""
-        return self.name.startswith(("param/", "buffer/"))
+        return self.name.startswith(OF_MODEL)
+
+
+def to_export(names: Iterable[str]) -> list[str]:
+    """Return those of a state's tensors that a file of the model holds: averages in place of their weights.
+
+    >>> to_export(["buffer/b", "ema/w", "optim/w/step", "param/v", "param/w"])
+    ['buffer/b', 'ema/w', 'param/v']
+    """
+    ordered = [name for name in names if name.startswith(OF_MODEL)]
+    averaged = {name.replace("ema/", "param/", 1) for name in ordered if name.startswith("ema/")}
+    return [name for name in ordered if name not in averaged]

@@ -1,7 +1,7 @@
 """A worker's training state: everything that a step changes, as named tensors and a JSON tree.
 
-Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, and for tensors among
-settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once.
+Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, `ema/<name>`, and for
+tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ METRICS = "metrics"
 
 LOSS_SCALE, LOSS_SCALE_STEPS = "loss scale", "loss scale steps"
 """Keys of `Holding.counts`, if losses are scaled: the exponent of the scale, a power of 2, and its number of steps."""
+
+AVERAGED = "averaged"
+"""A key of `Holding.counts`, if weights are averaged: 1 once a step has been made."""
 
 LEFT_ALONE = "left alone"
 """A key of `Holding.rules`: a parameter without a gradient keeps its value, as in PyTorch.
@@ -56,11 +59,14 @@ class Holding:
     """Tensors that may hold NaN or infinity, because they did when the run began."""
     rules: dict[str, bool] = field(default_factory=dict)
     """Rules of the run's steps that older versions did not have: see `LEFT_ALONE`."""
+    averages: Sequence[tuple[str, torch.Tensor]] = ()
+    """The averages of the trained parameters, if the job has any."""
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name: the state that exists before any step."""
+    """Return parameters, their averages and buffers by name: the state that exists before any step."""
     tensors = {f"param/{name}": value.detach() for name, value in (*holding.parameters, *holding.frozen)}
+    tensors |= {f"ema/{name}": value.detach() for name, value in holding.averages}
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
 

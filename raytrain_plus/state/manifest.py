@@ -19,6 +19,7 @@ import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state.dtypes import DTYPES
+from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.storage import json_shape as has
 
 FORMAT = 1
@@ -317,7 +318,7 @@ def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:
 
 def mismatch(stored: Mapping[str, StoredTensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
     """Describe how a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's."""
-    theirs = {name: tensor for name, tensor in stored.items() if name.startswith(("param/", "buffer/"))}
+    theirs = {name: tensor for name, tensor in stored.items() if name.startswith(OF_MODEL)}
     said = [f"{_short(name)} is in the checkpoint, not in the task's model" for name in sorted(theirs.keys() - built)]
     said += [f"{_short(name)} is in the task's model, not in the checkpoint" for name in sorted(built.keys() - theirs)]
     for name in sorted(theirs.keys() & built.keys()):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.entry import OF_MODEL
 
 Tree = Any
 AnyTensor = TypeVar("AnyTensor")
@@ -19,7 +20,7 @@ Wanted = Callable[[str], bool]
 
 REST = ""
 
-_OF_LAYERS = ("param/", "buffer/", "optim/")
+_OF_LAYERS = (*OF_MODEL, "optim/")
 
 
 def layer_of(name: str) -> str | None:

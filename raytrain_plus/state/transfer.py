@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
@@ -96,7 +97,7 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     state = {
         name: unpacked(packed, cpu)
         for name, packed in snapshot.tensors.items()
-        if name.startswith("param/") or name in persistent
+        if name.startswith(("param/", "ema/")) or name in persistent
     }
     for parameter, values in tree["optimizer"].items():
         held = from_json(values, lambda name, on_cpu: unpacked(snapshot.tensors[name], cpu))
@@ -108,7 +109,7 @@ def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
     targets = model_state(holding)
-    given = {name for name in snapshot.tensors if name.startswith(("param/", "buffer/"))}
+    given = {name for name in snapshot.tensors if name.startswith(OF_MODEL)}
     differing = sorted((given ^ targets.keys()) | (set(tree["optimizer"]) - dict(holding.parameters).keys()))
     if differing:
         raise TaskError(f"the task built another model than on other workers: it differs in {differing[:3]}")

@@ -6,12 +6,12 @@ It fetches a few tensors at a time, so that no process has to hold the model, le
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import Entry, to_export
 from raytrain_plus.state.tensorfile import header
 
 BATCH = 64 << 20
@@ -34,7 +34,8 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
     `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
     entries = ordered(inventories)
-    model = [entry for _, entry in entries if entry.of_model]
+    exported = set(to_export(entry.name for _, entry in entries))
+    model = [entry for _, entry in entries if entry.name in exported]
     yield header(
         [(entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size) for entry in model], {"format": "pt"}
     )
@@ -43,9 +44,9 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
         # Fetch the next batch while one is being written.
         begun.append((batch, begin(holder, tuple(entry.name for entry in batch))))
         if len(begun) > 1:
-            yield from _taken(*begun.popleft(), digest)
+            yield from _taken(*begun.popleft(), digest, exported)
     while begun:
-        yield from _taken(*begun.popleft(), digest)
+        yield from _taken(*begun.popleft(), digest, exported)
 
 
 def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Entry]]:
@@ -77,11 +78,13 @@ def batches(entries: Sequence[tuple[int, Entry]], most: int) -> Iterator[tuple[i
         yield giver, batch
 
 
-def _taken(batch: list[Entry], wait: Callable[[], Sequence[Any]], digest: Digest) -> Iterator[Any]:
+def _taken(
+    batch: list[Entry], wait: Callable[[], Sequence[Any]], digest: Digest, exported: Collection[str]
+) -> Iterator[Any]:
     for entry, data in zip(batch, wait(), strict=True):
         if memoryview(data).nbytes != entry.size:
             raise Interrupted(f"{entry.name} arrived with {memoryview(data).nbytes} bytes, expected {entry.size}")
         digest.update(entry.head)
         digest.update(entry.scalar or data)
-        if entry.of_model:
+        if entry.name in exported:
             yield data

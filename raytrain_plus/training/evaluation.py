@@ -41,7 +41,7 @@ def evaluate(
     """
     state.train(False)
     state.restore_buffers()
-    with torch.no_grad():
+    with torch.no_grad(), state.averaged():
         sums = passes.metric_sums(batches, sorted(hosted), context)
     state.restore_buffers()
     state.train()

@@ -87,7 +87,7 @@ def measure_layers(
             Layer(
                 name,
                 min(seconds),
-                sum(technique.precision.kept_bytes(value, COPIES) for value in parameters),
+                sum(technique.precision.kept_bytes(value, COPIES + technique.averaged) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
                 kept,
                 _counted(chunk, work, given) if overlaps else 0,

@@ -1,4 +1,4 @@
-"""How a job makes its passes, in one value: their precision, and which layers are compiled or computed again."""
+"""How a job makes its passes, in one value: precision, layers that are compiled or computed again, averages."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Technique:
     compiled: bool = False
     varying: bool = False
     """Whether the shapes of batches vary, which compiled layers must know beforehand."""
+    averaged: bool = False
+    """Whether averages of the weights are kept (`averages`)."""
 
     def apply(self, built: Built, recall: Callable[[str], None] = lambda layer: None) -> dict[str, nn.Parameter]:
         """Change a model, or layers of it, in place; return the masters of its parameters (`masters`), by name.
@@ -49,4 +51,10 @@ PLAIN = Technique()
 
 def technique_of(job: Job, device: torch.device) -> Technique:
     """Return the technique that a job asks for."""
-    return Technique(Precision(job.precision, device), job.recompute, job.compile, job.data.collate in ("pad", "pack"))
+    return Technique(
+        precision=Precision(job.precision, device),
+        recompute=job.recompute,
+        compiled=job.compile,
+        varying=job.data.collate in ("pad", "pack"),
+        averaged=job.ema is not None,
+    )

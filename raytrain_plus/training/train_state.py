@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
+from raytrain_plus.training.averages import Averages
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
 from raytrain_plus.training.masters import Masters
@@ -64,10 +66,12 @@ class TrainState:
         bucket_bytes: int = BUCKET_BYTES,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
+        decay: float | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. Raises
+        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. `decay`:
+        that of the weights' averages, if any are kept. Raises
         `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
@@ -85,6 +89,7 @@ class TrainState:
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
         self._masters = Masters([(name, value) for name, value in named if value.requires_grad], masters)
         self.named = self._masters.named
+        self._averages = None if decay is None else Averages(self.named, [part.module for part in self.parts], decay)
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
@@ -245,7 +250,12 @@ class TrainState:
             self.counts,
             self.allowed,
             self.rules,
+            () if self._averages is None else self._averages.named,
         )
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the averages of its weights, if there are any."""
+        return nullcontext() if self._averages is None else self._averages.in_model()
 
     def restore_buffers(self) -> None:
         """Put the committed buffers into the model."""
@@ -265,6 +275,8 @@ class TrainState:
             with self.sums.without(summed.absent if self.rules[LEFT_ALONE] else ()):
                 self.optimizer.step()
             self._masters.copy_to_model()
+            if self._averages is not None:
+                self._averages.update(self.counts)
         if self.scheduler is not None:
             self.scheduler.step()
 

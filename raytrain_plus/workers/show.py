@@ -29,7 +29,8 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
     if in_use:
         return None
     state.restore_buffers()
-    return _shown(task, state.module)
+    with state.averaged():
+        return _shown(task, state.module)
 
 
 def _show_whole(prepared: Prepared) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, attach
+from raytrain_plus import Data, Ema, Evaluate, Job, Parallel, Workers, attach
 from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
@@ -98,3 +98,24 @@ def test_compiled_layers_are_not_compiled_again_after_a_loss_and_a_rescale(tmp_p
     # The warm-up makes everything before a worker joins; no loss, evaluation or change of the group adds to it.
     shards = 12
     assert [found for found in counts if len(set(found[2 * shards :])) > 1] == []
+
+
+@pytest.mark.slow
+def test_averages_survive_losses_stages_and_resumes(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"ema": Ema(decay=0.9), "args": {"pad_s": 0.02}}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), **settings)))
+    killed = {**settings, "args": {"fault": "applied:kill:9"}}
+    stages = exact(tmp_path, "stages", workers=Workers(min=2, max=3), parallel=Parallel(pipeline=2), **killed)
+    run = Run(stages)
+    assert ended(run) == expected
+    files = [(tmp_path / "runs" / name / "model.safetensors").read_bytes() for name in ("one", "stages")]
+    assert files[0] == files[1]
+    stopped = Run(exact(tmp_path, "stopped", workers=Workers(min=2), **settings))
+    stopped.until_step(10)
+    attach(stopped.folder).stop()
+    assert stopped.finish().status == "stopped"
+    assert ended(Run(stopped.job, fresh=False))[0] == expected[0]
+    plain = ended(Run(exact(tmp_path, "plain", workers=Workers(min=1))))
+    assert plain[1] == expected[1], "the training does not depend on them"
+    assert plain[2] != expected[2], "evaluations use them"

@@ -127,6 +127,7 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             ["compile=true", "parallel.schedule=zero-bubble"],
             "the zero-bubble schedule divides backward passes at their operations",
         ),
+        (GOOD, ["ema={decay: 1}"], "1 is not allowed\n  expected: a number above 0 and below 1"),
         (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),
         (GOOD, ["data.on_error=ignore"], "data.on_error=ignore: 'ignore' is not allowed"),
@@ -314,6 +315,7 @@ KEPT = {
     "compression": "bf16",
     "precision": "bf16",
     "compile": "true",
+    "ema": "{decay: 0.9}",
     "clip_norm": "1.5",
 }
 """Settings that a run keeps for life: a job with other values is a different job."""
