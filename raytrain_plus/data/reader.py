@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from raytrain_plus.data.columns import selectable
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.reads import Read, first_touches, grouped, reads
@@ -190,7 +191,7 @@ def microbatch_rows(sample_order: AnyOrder, microbatches: int) -> int:
 
 def _collated(table: pa.Table, collate: Collate) -> Any:
     try:
-        return collate(table)
+        return collate(table if collates_rows(collate) else selectable(table))
     except RaytrainError:
         raise
     except TypeError as error:

@@ -21,7 +21,7 @@ import ray
 from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
 
-from raytrain_plus.data.columns import column_of
+from raytrain_plus.data.columns import column_of, copied
 from raytrain_plus.data.reads import Read
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
@@ -252,7 +252,7 @@ class Stream:
         """Keep the rows of a read once there is room; return False if the stream is closing."""
         if self._whole_units:
             # The unit is kept for long, so copy it: a view would occupy Ray's object store.
-            table = table.take(np.arange(table.num_rows))
+            table = copied(table)
         with self._news:
             # Whole units need no limit here: the reader's cache bounds them, and it takes them at any time.
             if not self._whole_units:

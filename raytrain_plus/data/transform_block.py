@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from raytrain_plus.data.columns import selectable
 from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.mixed_order import AnyOrder
 from raytrain_plus.data.row_fault import RowFault
@@ -182,7 +183,7 @@ class Rows:
         """Return what `transform` makes of rows of a block, without ids, with the block's generator."""
         assert self.transform is not None
         rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, row_range.epoch, row_range.unit, number)))
-        made = self.transform(rows, rng)
+        made = self.transform(selectable(rows), rng)
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(

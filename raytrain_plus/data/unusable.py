@@ -106,7 +106,7 @@ def usable(rows: pa.Table) -> pa.Table:
 def picked(rows: pa.Table, places: Places) -> pa.Table:
     """Return the rows at these places, of which most follow each other.
 
-    Arrow's `take` and `filter` give other rows if these are a slice with nested lists of fixed sizes, such as images.
+    Slices, because `take` and `filter` may give other rows (see `columns.selectable`), and slices need no copy.
     """
     runs = np.split(places, np.flatnonzero(np.diff(places) != 1) + 1) if len(places) else []
     return pa.concat_tables([rows.slice(int(run[0]), len(run)) for run in runs]) if runs else rows.slice(0, 0)

@@ -247,6 +247,33 @@ def test_each_row_is_changed_before_and_after_the_transform_and_keeps_its_id(
     assert not changed.as_read
 
 
+def selects(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+    return table.take(rng.permutation(table.num_rows))
+
+
+def test_functions_of_the_users_may_select_rows_with_images(tmp_path: Path) -> None:
+    """Arrow selects other rows, without an error, from a slice of nested lists of fixed sizes."""
+    flat = pa.array(np.repeat(np.arange(32), 6))
+    column = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(flat, 3), 2)
+    pq.write_table(pa.table({"image": column, "row": range(32)}), tmp_path / "a.parquet", row_group_size=16)
+    seen = index(tmp_path)
+    sample_order = SampleOrder(seen.unit_rows, shards=1, batch_size=8, seed=5, epochs=1, shuffle="units")
+    rows = Rows(index=seen, sample_order=sample_order, seed=5, transform=selects, block_rows=4)
+
+    def last_first(table: pa.Table) -> list[tuple[list[int], int]]:
+        table = table.take(np.arange(table.num_rows)[::-1])
+        return list(
+            zip(np.array(table["image"].to_pylist()).reshape(-1, 6).tolist(), table["row"].to_pylist(), strict=True)
+        )
+
+    for transform in (None, selects):
+        rows = replace(rows, transform=transform)
+        given = pa.concat_tables(rows.read(part) for part in sample_order.row_ranges_between(0, 0, 32))
+        found = [row for made in cut(given, 4, last_first) for row in made.batch]
+        assert sorted(row for _, row in found) == list(range(32))
+        assert all(image == [row] * 6 for image, row in found)
+
+
 def test_a_transform_that_drops_rows_is_refused(folder: Path) -> None:
     rows = rows_of(folder, transform=lambda table, rng: table.slice(1))
     with pytest.raises(TrainingError, match=r"returned 3 rows for 4 rows \(transform block \d+ of .*must keep"):

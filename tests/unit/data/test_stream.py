@@ -90,3 +90,16 @@ def test_a_block_is_split_by_read() -> None:
     block = pa.table({"x": [1, 2, 3, 4], "_raytrain_read": [7, 7, 9, 9]})
     assert [(number, part.column("x").to_pylist()) for number, part in _split(block)] == [(7, [1, 2]), (9, [3, 4])]
     assert list(_split(block.slice(0, 0))) == []
+
+
+def test_a_unit_that_is_kept_is_a_copy_of_its_part_of_a_block() -> None:
+    flat = pa.array(range(48))
+    column = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(flat, 3), 2)
+    block = pa.table({"image": column, "_raytrain_read": [7] * 3 + [9] * 5})
+    made = Stream(cast(Any, None), [], whole_units=True, expected_rows=lambda read: 1, node="", roots=[])
+    for number, part in _split(block):
+        assert made._put(Read(number, 0, 0, RowRange(0, number, 0, part.num_rows)), part)
+    kept = made.take_units()
+    assert kept[7]["image"].to_pylist() == column.to_pylist()[:3]
+    assert kept[9]["image"].to_pylist() == column.to_pylist()[3:]
+    assert kept[9].get_total_buffer_size() == 5 * 6 * 8
