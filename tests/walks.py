@@ -90,6 +90,7 @@ WALKS = {
             Step(". .venv/bin/activate"),
             Step("raytrain doctor", r"PASS  Python"),
             Step("python -m raytrain_plus.job.reference", r"- `name` \(text, required\)"),
+            Step("python -m raytrain_plus.job.combinations", r"`compile: true` \| yes"),
             Step("raytrain validate jobs/byte_gpt.yaml --cluster clusters/aws.yaml", r"room for"),
             Step("ray get-auth-token --generate", r"\w{20}"),
             Step(f"raytrain validate jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES}", r"stage"),

@@ -27,7 +27,9 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.pipedream import PipeDream, WeightVersions
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.replica import replica_stage
+from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.window import OverlappingSteps
 from tests.unit.parallel.pipeline import replicas
@@ -85,6 +87,8 @@ def together(
     act: Callable[[int, OverlappingSteps], None] = lambda seat, one: None,
     task: type[Task] = Smooth,
     wished: Callable[[int], bool] = lambda seat: False,
+    technique: Technique = PLAIN,
+    decay: float | None = None,
 ) -> list[tuple[list[Applied], dict[str, torch.Tensor], OverlappingSteps]]:
     """Return, for each worker after these windows, what it applied, its final weights, and itself."""
     rings = [Ring(shape.replicas) for _ in range(shape.stages)]
@@ -95,7 +99,17 @@ def together(
         replica, stage, _ = shape.place(seat)
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
-        state = TrainState(made, built, seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, bucket_bytes=300)
+        state = TrainState(
+            made,
+            built,
+            seed=SEED,
+            shards=SHARDS,
+            clip_norm=None,
+            device=CPU,
+            bucket_bytes=300,
+            technique=technique,
+            decay=decay,
+        )
         peers = Threads(stage, mails[replica])
         passes = replica_stage(PipeDream, state, peers, schedule="pipedream", stages=shape.stages)
         counted = partial(batches, hosted=hosted[replica], data=False)
@@ -336,3 +350,36 @@ def test_a_backward_pass_with_older_weights_changes_nothing_else() -> None:
     with kept.backward(1):
         assert float(weight.detach()) == 20.0
     assert not kept._kept
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", ["b"]], ids=str)
+def test_layers_are_computed_again_with_the_weights_of_their_forward_pass(recompute: Any) -> None:
+    plain, again = (
+        together(Shape(1, 2), [range(4)], technique=Technique(recompute=one)) for one in ("none", recompute)
+    )
+    for (applied, weights, _), (found, others, _) in zip(plain, again, strict=True):
+        assert found == applied
+        assert all(torch.equal(value, weights[name]) for name, value in others.items())
+
+
+@pytest.mark.parametrize(("name", "rel"), [("bf16", 0.02), ("bf16-params", 0.02)])
+def test_precision_and_averages_work_with_overlapping_steps(name: Any, rel: float) -> None:
+    plain = together(Shape(1, 2), [range(4)])
+    found = together(Shape(1, 2), [range(4)], technique=Technique(Precision(name)), decay=0.5)
+    for (applied, _, _), (told, weights, one) in zip(plain, found, strict=True):
+        assert [step.loss for step in told] == pytest.approx([step.loss for step in applied], rel=rel)
+        averages = dict(one.state.holding().averages)
+        assert averages.keys() == weights.keys()
+        assert not any(torch.equal(averages[key], value) for key, value in weights.items())
+        # The model holds the newest weights, rounded.
+        for (_, value), copy in zip(one.state.named, one.state.parts[0].module.parameters(), strict=True):
+            assert torch.equal(copy, value.to(copy.dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_layers_work_with_overlapping_steps() -> None:
+    plain, compiled = (together(Shape(1, 2), [range(4)], technique=Technique(compiled=one)) for one in (False, True))
+    for (applied, _, _), (told, _, _) in zip(plain, compiled, strict=True):
+        assert [step.loss for step in told] == pytest.approx([step.loss for step in applied], rel=1e-5)
