@@ -18,6 +18,7 @@ from raytrain_plus.job.settings import (
     Job,
     KeepBest,
     Parallel,
+    Profile,
     Workers,
 )
 from raytrain_plus.result import Result
@@ -43,6 +44,7 @@ __all__ = [
     "JobError",
     "KeepBest",
     "Parallel",
+    "Profile",
     "RaytrainError",
     "Result",
     "RunError",

@@ -49,6 +49,7 @@ _IF_THERE = {
     "saved_step": has.maybe(has.whole(0)),
     "unsaved": has.maybe(has.text),
     "stopped_early": has.maybe(has.text),
+    "profile": has.maybe(has.table_of(has.anything)),
 }
 """Shapes of the fields that earlier versions did not write."""
 _REMEDY = "move the file away; the run then counts as not ended"
@@ -117,6 +118,8 @@ class Result:
     stopped_early: str | None = None
     """Why a finished run ended before its last step, such as `loss has not improved since step 30` (`early_stop`); None
     for other runs. The model is then the best one."""
+    profile: Mapping[str, Any] | None = None
+    """Where the time of profiled steps went, as in `profile/summary.json`; None if this process profiled none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""

@@ -18,6 +18,7 @@ from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import (
     MixedSource,
+    check_profiled,
     mixed_sources,
     odd_sizes,
     read_factor_of,
@@ -271,6 +272,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         files += held_out.places
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
+    check_profiled(job, sample_order.steps)
     trial = None if trying is None else trying.result()
     partition, misfits = _forecast(job, trial.layers, sizes[-1], table) if trial and trial.layers else (None, ())
     return Report(

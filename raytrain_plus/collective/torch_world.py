@@ -230,7 +230,8 @@ class _TorchWork:
         self._name = name
 
     def ended(self, within_s: float) -> bool:
-        if not self._work.is_completed():
+        # torch counts in milliseconds, and takes none for a wait without a limit.
+        if within_s >= 0.001 and not self._work.is_completed():
             # It raises an error if the time is over, and that of an operation that failed, which `finish` raises again.
             with contextlib.suppress(RuntimeError):
                 self._work.wait(timedelta(seconds=within_s))

@@ -22,7 +22,7 @@ from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.runs.process import lives
-from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.records import Record
 from raytrain_plus.workers.imports import imports_of
 from raytrain_plus.workers.messages import Sent, Written
 from raytrain_plus.workers.pool import Pool
@@ -108,7 +108,7 @@ class Controller:
             if detached:
                 threading.Timer(LINGER_S, ray.kill, [me]).start()
 
-    def report(self, worker: str, generation: int, records: Sequence[StepRecord | Evaluated]) -> None:
+    def report(self, worker: str, generation: int, records: Sequence[Record]) -> None:
         """Accept a batch of applied steps and evaluations from a worker."""
         self._engine.loop.put(Reported(worker, generation, records))
 

@@ -199,6 +199,7 @@ class Formation:
             evaluated=self.journal.evaluated,
             history=self.journal.history if self.early_stop else {},
             share=share,
+            seat=seat,
         )
         self.pulses.left(name, self.clock.now())
         then = self.members.came_out(name, view.generation)

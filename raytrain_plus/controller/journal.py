@@ -30,13 +30,14 @@ from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.run_events import EventLog
+from raytrain_plus.observe.step_profile import Profiled, StepProfile
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.result import RESULT, Result
-from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, TRACE, Fence
+from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, PROFILE, TRACE, Fence
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages, outage_of
-from raytrain_plus.training.records import Evaluated, StepRecord, in_order
+from raytrain_plus.training.records import Record, Remark, StepRecord, in_order
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Journal:
         self._incidents = Incidents()
         self._bubble = Bubble()
         self._gathered = Gathered()
+        self._profile = StepProfile()
         self._remarked: set[str] = set()
         """The keys of the remarks that are reported."""
         self._metrics: dict[int, Mapping[str, float]] = dict(past.metrics)
@@ -230,16 +232,19 @@ class Journal:
         """Record that the group's world broke: see `Incidents.broke`."""
         self._incidents.broke(now, cause, follows)
 
-    def report(self, worker: str, records: Sequence[StepRecord | Evaluated]) -> None:
-        """Record what a member of the current generation has applied and evaluated."""
+    def report(self, worker: str, records: Sequence[Record]) -> None:
+        """Record what a member of the current generation has applied, evaluated and measured."""
         steps = [record for record in records if isinstance(record, StepRecord)]
         moved = [self._clocks.ours(worker, record) for record in steps]
+        for one in records:
+            if isinstance(one, Profiled):
+                self._profile.add(worker, one)
+            elif isinstance(one, Remark):
+                self._remark(one)
         for record in steps:
             self.gauges.worked(worker, record)
             for remark in record.remarks:
-                if remark.key not in self._remarked:
-                    self._remarked.add(remark.key)
-                    self.note(remark.text)
+                self._remark(remark)
             if record.step > self.committed:
                 self._gathered.add(record)
             drawing = self._bubble.report(worker, record, self._clocks.offset(worker))
@@ -252,6 +257,12 @@ class Journal:
                 self.evaluated = told.step
                 self._metrics[told.step] = dict(told.metrics)
                 self._tell("evaluated", step=told.step, metrics=dict(told.metrics))
+
+    def _remark(self, remark: Remark) -> None:
+        """Report a remark, once."""
+        if remark.key not in self._remarked:
+            self._remarked.add(remark.key)
+            self.note(remark.text)
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
         """Begin a generation after all have left the last one; it continues from the state after step `held`."""
@@ -415,13 +426,16 @@ class Journal:
             bubble=self._bubble.share,
             ended=self._clock(),
         )
-        result = replace(result, **saved, stopped_early=stopped_early)
-        told, parts = self._log, self._parts
+        profile = self._profile.to_json(self.committed)
+        result = replace(result, **saved, stopped_early=stopped_early, profile=profile)
+        run, told, parts = self._run, self._log, self._parts
         if told is None or parts is None:
             return result
 
         def made() -> None:
             self.check_fence()
+            if profile is not None:
+                run.write(f"{PROFILE}/summary.json", [json.dumps(profile, indent=1).encode() + b"\n"])
             parts.flush()
             # The task's callbacks read the events.
             told.sync()

@@ -18,7 +18,7 @@ from raytrain_plus.membership.group import Phase, members_in
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
 from raytrain_plus.training.mistakes import check_best
-from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.records import Evaluated, Record
 from raytrain_plus.workers.messages import Outcome
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class Reported:
 
     worker: str
     generation: int
-    records: Sequence[StepRecord | Evaluated]
+    records: Sequence[Record]
 
 
 @dataclass

@@ -10,7 +10,9 @@ from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_e
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.tokens import Tokenized
 from raytrain_plus.data.transform_block import Rows, Transform
+from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
+from raytrain_plus.job.value_checks import beyond_the_end
 
 
 def data_paths(job: Job) -> dict[str, str]:
@@ -47,6 +49,13 @@ def sample_order_of(job: Job, data: Index) -> AnyOrder:
         steps=job.steps,
         epochs=job.epochs,
     )
+
+
+def check_profiled(job: Job, steps: int) -> None:
+    """Raise `InputError` if steps are to be profiled that are beyond the job's `steps`."""
+    if job.profile is not None and job.profile.steps[1] > steps:
+        what, expected, _ = beyond_the_end(job.profile.steps, steps)
+        raise InputError(what, where="profile.steps", expected=expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -327,6 +327,22 @@ class EarlyStop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Which steps to profile, and on how many workers."""
+
+    steps: Sequence[int]
+    """`[first, end]`: the steps from `first` up to, but not including, `end`, as in a range. Required. Steps are
+    counted from 0, as in events.
+
+    Each profiled worker writes a trace into `profile/` of the run's folder. The summary and `profile/summary.json` say
+    how long forward and backward passes, sums, optimizer and data took, and the MFU. These steps are slower.
+    """
+
+    workers: int = 1
+    """How many workers are profiled, by seat: the first ones. Default 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One training job. Raises `JobError` with every problem found if a value is wrong or values contradict."""
 
@@ -422,6 +438,9 @@ class Job:
     The destination and credentials come from each tracker's usual environment variables, such as MLFLOW_TRACKING_URI
     and WANDB_PROJECT.
     """
+
+    profile: Profile | None = None
+    """Which steps to profile. Default None: no step is profiled."""
 
     storage: str = "runs"
     """Folder in which the run's folder is created: a path, or an address such as `s3://bucket/runs`.

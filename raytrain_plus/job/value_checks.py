@@ -395,6 +395,24 @@ def _address(place: str | None) -> _Problem:
     return f"unsupported address '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
 
 
+def _profiled(steps: Sequence[int]) -> _Problem:
+    if len(steps) == 2 and 0 <= steps[0] < steps[1] <= MOST:
+        return None
+    return f"{[*steps]} is not a range of steps", "[first, end]: two rising whole numbers, 0 or more", ""
+
+
+def _profiled_within(profiled: Sequence[int], steps: int | None) -> _Problem:
+    if steps is None or _profiled(profiled) or profiled[1] <= steps:
+        return None
+    return beyond_the_end(profiled, steps)
+
+
+def beyond_the_end(profiled: Sequence[int], steps: int) -> tuple[str, str, str]:
+    """Return that the steps to profile are not all among the steps of the job: what, expected, remedy."""
+    what = f"{[*profiled]} ends after the job's last step: it has {steps:,} steps"
+    return what, f"an end of at most {steps}", ""
+
+
 TRACKERS = ("mlflow", "wandb")
 """Supported trackers, by the names of their packages."""
 
@@ -487,6 +505,9 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("evaluate.dataset",), _reference),
     (("evaluate.every_steps",), _at_least(1)),
     (("trackers",), _trackers),
+    (("profile.steps",), _profiled),
+    (("profile.steps", "steps"), _profiled_within),
+    (("profile.workers",), _at_least(1)),
     (("storage",), _address),
 )
 """(keys, check of their values); an error is reported at the first key."""

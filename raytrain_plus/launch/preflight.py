@@ -17,7 +17,7 @@ import yaml
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.differences import differences
-from raytrain_plus.data.of_job import odd_sizes, sample_order_of
+from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
@@ -75,6 +75,8 @@ def order_of(
     code = load_user_code(job, search)
     pickled = _task_to_send(job)
     seen, held_out = _look_at_data(job, search)
+    steps = sample_order_of(job, seen).steps
+    check_profiled(job, steps)
     past = None
     if run_exists(folder) and not fresh:
         past = load_history(folder)
@@ -93,7 +95,7 @@ def order_of(
             job=job if pickled is None else replace(job, task=_spelled(job.task)),
             pickled_task=pickled,
             roots=tuple(str(root.absolute()) for root in search),
-            steps=sample_order_of(job, seen).steps,
+            steps=steps,
             index=seen,
             held_out=held_out,
             collective=collective,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
+from raytrain_plus.observe.step_profile import table
 from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.storage.address import is_address, within
 
@@ -119,6 +120,8 @@ def _time(result: Result, progress: RunProgress | None) -> list[str]:
         lines.append(f"  losses   recovered from {losses}, {result.stall_s:.2f} s in all{steps}; {goodput}")
     if progress is not None and progress.waits:
         lines.append(f"  waits    {_remedy(progress)}")
+    if result.profile is not None:
+        lines += [*table(result.profile), f"    traces: {within(str(result.path), 'profile')}"]
     return lines
 
 

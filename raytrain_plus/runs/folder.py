@@ -49,6 +49,8 @@ MODEL = "model.safetensors"
 PICTURE = "pipeline.svg"
 TRACE = "pipeline.json"
 """One step of a pipelined model: as a picture, and for trace viewers."""
+PROFILE = "profile"
+"""Folder with the traces of profiled steps, and `summary.json`, the table of their times."""
 LEASE_S = 10.0
 """Seconds for which a lease is valid after its last renewal."""
 LEASE = "lease.json"

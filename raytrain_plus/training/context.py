@@ -28,7 +28,8 @@ class StepContext:
 
     def wait(self, works: Sequence[Work], what: str) -> None:
         """Wait for collectives. Raises `Interrupted` if the world breaks, or `WaitExpired` after `wait_s` in one."""
-        wait(works, what, self.wait_s, self.control.interrupted)
+        with self.control.within("exposed"):
+            wait(works, what, self.wait_s, self.control.interrupted)
 
     def reduce(self, tensor: torch.Tensor, name: str, what: str, operation: Operation = "sum") -> None:
         """Replace `tensor` by its sum or maximum over the members; raises the errors of `wait`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -115,6 +116,15 @@ class StepTimeouts:
     """
 
 
+Profiling = Callable[[range, StepContext], AbstractContextManager[StepContext]]
+"""Opens while steps are made that may be profiled."""
+
+
+def not_profiled(steps: range, context: StepContext) -> AbstractContextManager[StepContext]:
+    """Profile nothing; see `Profiling`."""
+    return nullcontext(context)
+
+
 def train(
     steps: Steps,
     feed: Feed,
@@ -132,12 +142,14 @@ def train(
     copying: Copying,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
+    profiling: Profiling = not_profiled,
 ) -> Literal["paused", "finished"]:
     """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
     `stopping` has those, and ends the training early: all members know the same metrics, so they end together.
+    `profiling` opens around steps, and returns the context to make them in.
     Raises `Interrupted` if the group changes.
     """
     context = _context_of(world, control, timeouts, feed, saving, copying)
@@ -159,12 +171,13 @@ def train(
     step = first_step
     while step < end and not stopping.over:
         limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
-        control.set_limit(limit_s)
         together = range(step, last_together(step, end, steps.every, evaluation, saving) + 1)
-        data, start = _Data(feed, control, limit_s), time.monotonic()
-        applied = steps.make(together, data.batches, context)
+        with profiling(together, context) as watched:
+            control.set_limit(limit_s)
+            data, start = _Data(feed, control, limit_s), time.monotonic()
+            applied = steps.make(together, data.batches, watched)
+            seconds = time.monotonic() - start
         bars, drawn = steps.passes.bars, first_step + DRAWN in together
-        seconds = time.monotonic() - start
         for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
             tell(record)
         step, flags = together[-1], applied[-1].flags
@@ -267,7 +280,8 @@ class _Data:
     def batches(self, step: int) -> Shards:
         """Return the batches of a step."""
         self.control.enter("data")
-        found = self.feed.get(step, self.limit_s, self.control.check)
+        with self.control.within("data"):
+            found = self.feed.get(step, self.limit_s, self.control.check)
         self.waited_s += found.waited_s
         self.remarks[step] = [row_skipped(one) for one in found.skipped]
         return found.shards

@@ -21,7 +21,8 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import Built, build_chunks, layer_names, no_parameter, to_device
+from raytrain_plus.training.model import Built, build_chunks, build_model, layer_names, no_parameter, to_device
+from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.technique import Technique
@@ -95,6 +96,30 @@ def measure_layers(
         )
         given = output
     return tuple(found)
+
+
+def count_operations(
+    task: Task, seed: int, precision: Precision, microbatch: Microbatch, *, staged: bool
+) -> dict[str, int]:
+    """Return the operations of a microbatch's forward and backward pass, without recomputation.
+
+    Matrix products, convolutions and attention count. `staged`: by layer of the task's model; else of the whole model,
+    under the name "". The model is built for this, and freed. Errors of the task propagate.
+    """
+    technique = Technique(precision)
+    work = Alone(task, seed, technique, microbatch)
+    names = layer_names(task, seed) if staged else ("",)
+    built = each_layer(task, seed, technique, names) if staged else [("", build_model(task, seed, precision.device))]
+    given: Tensors | None = None
+    found = {}
+    for number, (name, one) in enumerate(built):
+        one.module.train()
+        chunk = Chunk(one.module, number, [0] * len(names))
+        with counting_operations() as operations:
+            given = forward(chunk, work, given)
+            backward(chunk, given)
+        found[name] = operations()
+    return found
 
 
 def each_layer(task: Task, seed: int, technique: Technique, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:

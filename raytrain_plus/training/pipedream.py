@@ -48,7 +48,7 @@ class PipeDream(ReplicaStage):
         end: Callable[[int, FaultSearch], None],
     ) -> None:
         """See `passes.Overlapping`."""
-        context.control.enter("collective")
+        context.control.enter("collective", "stages")
         self.weights.forget()
         work = _WindowWork(self, self.weights, steps, counted, batches, context, end)
         self.bars = work.bars
@@ -183,7 +183,7 @@ class _WindowWork:
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
         self._control.check()
-        self._control.compute(self._place(number))
+        self._control.compute(self._place(number), "forward" if kind == "F" else "backward")
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
             self._weights.forward(number)
@@ -208,7 +208,7 @@ class _WindowWork:
                 self._due = step
         taken = time.perf_counter() - timed
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
-        self._control.enter("collective")
+        self._control.enter("collective", "stages")
 
     def _place(self, number: int) -> Place:
         step, shard, index = self.places[number]
@@ -241,5 +241,5 @@ class _WindowWork:
         stage.handovers.send_note("batch", number, given, stage.last)
         # Usually no stage is further behind than this, so these batches have been received.
         stage.handovers.finish_one("batch", 0, number - stage.stages - 1)
-        self._control.enter("collective")
+        self._control.enter("collective", "stages")
         return given

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raytrain_plus.observe.step_profile import Profiled
 from raytrain_plus.parallel.pipeline.timeline import Bar
 
 
@@ -74,9 +75,11 @@ class Activity:
     """How long it may last."""
 
 
-def in_order(
-    committed: Iterable[StepRecord], reported: Iterable[StepRecord | Evaluated]
-) -> list[StepRecord | Evaluated]:
+Record = StepRecord | Evaluated | Profiled | Remark
+"""What a worker reports during training. A remark is on more than one step."""
+
+
+def in_order(committed: Iterable[StepRecord], reported: Iterable[Record]) -> list[StepRecord | Evaluated]:
     """Return committed steps and the reported evaluations in order: each evaluation follows its step.
 
     One report holds the evaluations of several steps.

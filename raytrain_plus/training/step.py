@@ -175,7 +175,7 @@ class SynchronousSteps:
             self._check_may_skip(refused)
         # A worker that must leave may have handed over its state, so it must not change it.
         context.control.check()
-        context.control.enter("applying")
+        context.control.enter("applying", "optimizer")
         lr = rates_of(state.optimizer)
         state.apply(squares)
         left_alone = computed.absent if state.rules[LEFT_ALONE] else ()

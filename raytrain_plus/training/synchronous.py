@@ -35,7 +35,7 @@ class Synchronous(ReplicaStage):
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`. Only the first stage receives batches; all stages know the row counts."""
         # Until the first activations arrive, this stage waits for others.
-        context.control.enter("collective")
+        context.control.enter("collective", "stages")
         work = _ReplicaStep(self, step, shards, context, search)
         self.bars = work.bars
         self.expect_notes()
@@ -98,7 +98,7 @@ class _ReplicaStep:
         last_of_shard = index + 1 == len(self._shards[shard])
         reducing = self._reducing(kind, chunk)
         self._control.check()
-        self._control.compute(self._place(number))
+        self._control.compute(self._place(number), "forward" if kind == "F" else "backward")
         start = time.perf_counter()
         if kind == "F":
             part.buffers.renew(committed=index == 0)
@@ -121,7 +121,7 @@ class _ReplicaStep:
                     part.gradients.end_shard()
         end, taken = time.time(), time.perf_counter() - start
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), end - taken, end))
-        self._control.enter("collective")
+        self._control.enter("collective", "stages")
         if kind == "F" and number + 1 == len(self.places):
             self._forward_ended(chunk)
 

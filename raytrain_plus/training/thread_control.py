@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, Protocol
 
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.observe.step_profile import Phase
 from raytrain_plus.training.records import Activity
 
 Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective", "applying", "saving", "leaving"]
@@ -22,6 +25,20 @@ class Place(NamedTuple):
     rows: int
 
 
+class Watch(Protocol):
+    """The watch of a step that is profiled."""
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase of the step."""
+
+    def look(self) -> None:
+        """Record which sums have ended by now."""
+
+
 class Control:
     """Requests to the training thread, set from any thread; it checks them at every microbatch, gradient and wait.
 
@@ -36,6 +53,8 @@ class Control:
         self._doing: tuple[Doing, float, float] = ("idle", time.monotonic(), self._limit_s)
         self.place: Place | None = None
         """The rows that the training thread computes with; None if it does something else."""
+        self.watch: Watch | None = None
+        """Hears of the training thread's phases while a step is profiled."""
 
     @property
     def generation(self) -> int:
@@ -82,20 +101,38 @@ class Control:
         """Raise `Interrupted` if this worker must leave its world."""
         if self.interrupted():
             raise Interrupted("the group is changing")
+        if self.watch is not None:
+            self.watch.look()
 
     def set_limit(self, limit_s: float) -> None:
         """Set the limit, in seconds, of each following activity of the training thread."""
         self._limit_s = limit_s
 
-    def enter(self, doing: Doing) -> None:
-        """Record the activity of the training thread from now on."""
+    def enter(self, doing: Doing, phase: Phase = "rest") -> None:
+        """Record the activity of the training thread from now on, and its phase in a step that is profiled."""
         self._doing = (doing, time.monotonic(), self._limit_s)
         self.place = None
+        if self.watch is not None:
+            self.watch.enter(phase)
 
-    def compute(self, place: Place) -> None:
+    def compute(self, place: Place, phase: Phase) -> None:
         """Record that the training thread computes with these rows from now on."""
-        self.enter("computing")
+        self.enter("computing", phase)
         self.place = place
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Open for a phase of a step that is profiled, after which the one before continues."""
+        watch = self.watch
+        if watch is None:
+            yield
+            return
+        before = watch.phase
+        watch.enter(phase)
+        try:
+            yield
+        finally:
+            watch.enter(before)
 
     def activity(self) -> Activity:
         """Return what the training thread does, for how long it has done so, and the limit."""

@@ -56,7 +56,7 @@ class WholePasses:
             place = Place(step, shard, passed, one.rows + len(one.skipped))
             passed, used = passed + place.rows, used + one.rows
             control.check()
-            control.compute(place)
+            control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
                 loss = weighted_loss(self._task, part.module, one, place, self._device, reports, self._sums.loss_factor)
@@ -67,7 +67,7 @@ class WholePasses:
             if ends_step:
                 self._write_header(reports, context)
             control.check()
-            control.compute(place)
+            control.compute(place, "backward")
             keyed.backward()
             with (
                 part.keys.opened(keyed),

@@ -112,7 +112,7 @@ class OverlappingSteps:
             raise TrainingError(refused)
         window.squares |= of_step(step, status.squares)
         control.check()
-        control.enter("applying")
+        control.enter("applying", "optimizer")
         lr = rates_of(state.optimizer)
         with self.passes.updating():
             state.apply_overlapping(Summed(step, totals, absent, {}))
@@ -122,7 +122,7 @@ class OverlappingSteps:
         )
         self._begin_step(context)
         # The next action waits for other workers.
-        control.enter("collective")
+        control.enter("collective", "stages")
 
     def _begin_step(self, context: StepContext) -> None:
         # No buffer changes, and no sum is exact.

@@ -19,7 +19,7 @@ from raytrain_plus.state.stages import all_but
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.early_stop import Stopping
-from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, train
+from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
 from raytrain_plus.training.replica import replica_stage
@@ -31,6 +31,7 @@ from raytrain_plus.training.window import OverlappingSteps
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
 from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.profiled import profiling_of
 from raytrain_plus.workers.received import ReceivedStates
 from raytrain_plus.workers.reporter import Reporter, tell_written
 from raytrain_plus.workers.saver import Part
@@ -65,6 +66,7 @@ class Generation:
         self._place: Place | None = None
         """The rows that it then computed with, or read."""
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
+        self._profiling = profiling_of(worker, prepared, assignment, self._reporter.tell)
 
     def run(self) -> Outcome:
         """Join, train, leave, and return how that ended."""
@@ -99,6 +101,9 @@ class Generation:
             # Its first batches are made while the world forms.
             feed = prepared.feeds.of_member(assignment.layers.stage, assignment.shards, assignment.first_step, stack)
             stack.enter_context(self._reporter)
+            if self._profiling is not None:
+                # What was profiled until an interrupt is written, once the worlds are left.
+                stack.callback(self._profiling.stop, control)
             state = self._take_place()
             world, form_s = self._join(state, stack)
             moved = self._take_state(state)
@@ -107,6 +112,8 @@ class Generation:
             stack.callback(self._remember)
             why = self._train(feed, world)
             if why == "finished":
+                if self._profiling is not None:
+                    self._profiling.finish(control)
                 control.set_limit(FIRST_STEP_S)
                 control.enter("data")
                 check_data(prepared.plan)
@@ -235,6 +242,7 @@ class Generation:
             copying=prepared.copier,
             tell=self._tell,
             control=self._control,
+            profiling=not_profiled if self._profiling is None else self._profiling.during,
         )
 
     def _tell(self, record: StepRecord | Evaluated) -> None:

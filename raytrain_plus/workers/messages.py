@@ -20,7 +20,7 @@ from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
-from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.records import Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,6 +180,8 @@ class Assignment:
     copies: bool
     """Whether its state is copied at all."""
     share: ShareOf
+    seat: int
+    """Its seat in the group's shape."""
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -209,7 +211,7 @@ class Outcome:
     """The error would recur on every retry."""
     step: int | None = None
     """The step that the task's code was computing or applying when it raised the error."""
-    records: Sequence[StepRecord | Evaluated] = ()
+    records: Sequence[Record] = ()
     """Records that had not been reported yet."""
     copied: int = -1
     """The last step of the generation whose state was copied for a checkpoint."""

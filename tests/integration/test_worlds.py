@@ -154,6 +154,18 @@ def test_gather_exchange_and_reduce_scatter(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["horovod", "torch"])
+def test_a_look_at_a_sum_does_not_wait_for_it(kind: str) -> None:
+    with members(2, kind) as group, server(2) as (_, door):
+        form(group, door)
+        for member in group:
+            member.tell(do="look")
+        first, _ = (member.hear() for member in group)
+        assert not first["ended"]
+        assert first["seconds"] < 0.5
+        assert first.get("ends", True)
+
+
+@pytest.mark.parametrize("kind", ["horovod", "torch"])
 def test_int64_sums_keep_every_bit(kind: str) -> None:
     with members(2, kind) as group, server(2) as (_, door):
         form(group, door)

@@ -106,6 +106,15 @@ class Member:
                 if tensor.item() != number:
                     raise AssertionError(f"the maximum of {number} everywhere is {tensor.item()}")
 
+    def look(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return whether a sum has ended, and after how many seconds that is known, if another member is late."""
+        if self.world.rank:
+            time.sleep(1.0)
+        work, start = self.world.reduce(torch.ones(1000), "looked at"), time.monotonic()
+        found = {"ended": work.ended(0.0), "seconds": time.monotonic() - start}
+        wait([work], "a test", 20)
+        return {**found, "ends": work.ended(0.0)} if KIND == "torch" else found
+
     def wait_for_others(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return how much of a core this process uses while it waits in each sum for a member that sleeps first."""
         used, start = time.process_time(), time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import threading
 import time
@@ -22,6 +23,7 @@ from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.run_events import EventLog, read_events
+from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import Fence, Lease, claims_of
 from raytrain_plus.runs.history import Past
@@ -85,6 +87,21 @@ def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folde
     journal.report("b", [replace(step(0), remarks=(Remark("x", "seen by another"),))])
     journal.settle()
     assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["seen", "too"]
+
+
+def test_a_profile_of_the_committed_steps_is_in_the_result_and_in_a_file(journal: Journal, run: Folder) -> None:
+    for name in "ab":
+        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a", "b"], -1, 0)
+    of = ProfiledWorker(seat=0, device="a CPU", trace="t", operations=1, peak=None)
+    told = [Profiled(step=number, seconds=1.0, phases={"rest": 1.0}, hidden_s=0.0, of=of) for number in range(2)]
+    journal.report("a", [told[0], step(0), told[1], step(1), Remark("x", "no trace")])
+    journal.report("b", [step(0)])
+    result = journal.finish("x", "stopped", None, None, 0.0)
+    assert result.profile is not None
+    assert [row["steps"] for row in result.profile["workers"]] == [[0]]
+    assert json.loads(run.read("profile/summary.json")) == result.profile
+    assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["no trace"]
 
 
 def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, run: Folder) -> None:

@@ -71,6 +71,8 @@ GOOD = {
     "early_stop.patience": ["1", "3"],
     "evaluate.path": ["data", "held_out"],
     "evaluate.every_steps": ["1", "5"],
+    "profile.steps": ["[0, 1]"],
+    "profile.workers": ["1", "2"],
     "trackers": ["[]"],
     "storage": ["runs", "./runs", "deep/er/runs"],
 }
@@ -90,6 +92,7 @@ TOGETHER = (
     ("checkpoint.keep_best.mode", "checkpoint.keep_best.metric", "evaluate.path"),
     ("early_stop.mode", "early_stop.metric", "early_stop.patience", "evaluate.path"),
     ("evaluate.path", "evaluate.every_steps"),
+    ("profile.workers", "profile.steps"),
 )
 NUMBERS = [key for key, values in GOOD.items() if re.fullmatch("[0-9.e+]+", values[-1])]
 SIZES = ["1000", "100000", "2147483648", "4294967296", "9223372036854775807", "9223372036854775808", "1" + "0" * 30]

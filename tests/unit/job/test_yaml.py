@@ -198,6 +198,13 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             [],
             "early_stop.metric: early_stop keeps the best state by a (min), and checkpoint.keep_best by a (max)",
         ),
+        (GOOD, ["profile.steps=[3]"], "[3] is not a range of steps\n  expected: [first, end]: two rising"),
+        (GOOD, ["profile.steps=[-1, 3]"], "[-1, 3] is not a range of steps"),
+        (GOOD, ["profile.steps=[3, 3]"], "[3, 3] is not a range of steps"),
+        (GOOD, ["profile.steps=[1, true]"], "profile.steps=[1, true]: a list is not allowed"),
+        (GOOD, ["profile.steps=[3, 11]"], "[3, 11] ends after the job's last step: it has 10 steps"),
+        (GOOD + "profile: {steps: [3, 10], workers: 0}\n", [], "profile.workers: 0 is not allowed"),
+        (GOOD + "profile: {workers: 1}\n", [], "profile.steps: is missing"),
         (GOOD.replace("examples.digits:Digits", "digits"), [], "task: 'digits' is not an import path"),
         (
             GOOD.replace("examples.digits:Digits", "examples.digits.Digits"),
@@ -347,6 +354,7 @@ FREE = {
     "checkpoint.keep_best": "{metric: loss}",
     "evaluate": "{path: x, every_steps: 3}",
     "recompute": "full",
+    "profile": "{steps: [2, 4]}",
     "trackers": "[mlflow]",
     "storage": "elsewhere",
 }

@@ -17,8 +17,9 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
 from raytrain_plus.parallel.pipeline.partition import counted_cost
-from raytrain_plus.training.measure import measure_layers
+from raytrain_plus.training.measure import count_operations, measure_layers
 from raytrain_plus.training.model import layer_names
+from raytrain_plus.training.precision import FP32
 from raytrain_plus.training.technique import PLAIN
 
 CPU = torch.device("cpu")
@@ -74,6 +75,15 @@ class Plain(Layered):
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), Slow(), Both())
+
+
+def test_the_operations_of_the_layers_are_those_of_the_whole_model() -> None:
+    whole = count_operations(Layered(), 0, FP32, BATCH, staged=False)
+    # Of the frozen layer and the first trained one, no gradient is for an input.
+    assert whole == {"": 2 * 5 * (6 * 6 + 2 * 6 * 8 + 3 * 8 * 3)}
+    layers = count_operations(Layered(), 0, FP32, BATCH, staged=True)
+    assert (layers["frozen"], layers["wide"], layers["slow"]) == (2 * 5 * 36, 2 * 5 * 2 * 48, 0)
+    assert sum(layers.values()) == whole[""]
 
 
 def test_each_layer_is_measured_by_itself() -> None:

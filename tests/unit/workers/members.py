@@ -134,6 +134,7 @@ def assigned(**changes: Any) -> Assignment:
         buddy=None,
         copies=False,
         share=ShareOf(generation=12, writer=0, writers=1, holders={REST: (0,)}),
+        seat=0,
         evaluated=-2,
     )
     return replace(assignment, **changes)

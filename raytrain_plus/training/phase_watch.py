@@ -1,0 +1,123 @@
+"""Watch the phases of a profiled step, and its sums, from the training thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch.profiler import record_function
+
+from raytrain_plus.collective.world import Operation, Work, World
+from raytrain_plus.observe.step_profile import Change, Phase, Sum
+
+PREFIX = "raytrain_plus."
+"""How the names of phases begin in a trace."""
+
+
+class PhaseWatch:
+    """Records the phases of one step, also as ranges of a trace; see `thread_control.Watch`. One thread calls it."""
+
+    def __init__(self, settle: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter):
+        """Begin in the phase `rest`. `settle`: wait until the device has computed what was requested."""
+        self._settle = settle
+        self._clock = clock
+        self.changes = [Change(clock(), "rest")]
+        self._open: list[WatchedWork] = []
+        self.sums: list[Sum] = []
+        """The sums that have ended."""
+        self._range = self._named("rest")
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self.changes[-1].phase
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase."""
+        if phase != self.phase:
+            self._settle()
+            if self.phase == "backward":
+                # What has ended by the end of a pass was hidden behind it.
+                self.look()
+            self._range.__exit__(None, None, None)
+            self.changes.append(Change(self._clock(), phase))
+            self._range = self._named(phase)
+
+    def look(self) -> None:
+        """Record which sums have ended by now. Raises `Interrupted` if the world is broken."""
+        for work in list(self._open):
+            work.ended(0.0)
+
+    def close(self) -> float:
+        """End the last phase, and return when."""
+        self._range.__exit__(None, None, None)
+        return self._clock()
+
+    def watched(self, work: Work) -> Work:
+        """Return the same work, whose end is recorded."""
+        self._open.append(found := WatchedWork(self, work, self._clock()))
+        return found
+
+    def ended(self, work: WatchedWork) -> None:
+        """Record that a sum has ended."""
+        if work in self._open:
+            self._open.remove(work)
+            self.sums.append(Sum(work.begin, self._clock()))
+
+    def _named(self, phase: Phase) -> record_function:
+        opened = record_function(f"{PREFIX}{phase}")
+        opened.__enter__()
+        return opened
+
+
+class WatchedWork:
+    """A `world.Work` that tells a watch when it is seen to have ended."""
+
+    def __init__(self, watch: PhaseWatch, work: Work, begin: float) -> None:
+        self._watch = watch
+        self._work = work
+        self.begin = begin
+        """When it was submitted."""
+
+    def ended(self, within_s: float) -> bool:
+        """See `world.Work`."""
+        ended = self._work.ended(within_s)
+        if ended:
+            self._watch.ended(self)
+        return ended
+
+    def finish(self) -> Work | None:
+        """See `world.Work`."""
+        following = self._work.finish()
+        self._watch.ended(self)
+        return None if following is None else self._watch.watched(following)
+
+
+class WatchedWorld:
+    """A world whose sums a watch records."""
+
+    def __init__(self, world: World, watch: PhaseWatch) -> None:
+        self._world = world
+        self._watch = watch
+        self.rank, self.size = world.rank, world.size
+
+    def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
+        """See `World`."""
+        return self._watch.watched(self._world.reduce(tensor, name, operation))
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        return self._watch.watched(self._world.gather(tensor, into, name))
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        return self._watch.watched(self._world.exchange(tensor, into, name))
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        return self._watch.watched(self._world.reduce_scatter(tensor, into, name))
+
+    def close(self) -> None:
+        """See `World`."""
+        self._world.close()
