@@ -58,6 +58,7 @@ def advice_for(kind: str, text: str, batch: Described) -> Advice:
         _one_row,
         _in_place,
         _many_shapes,
+        _no_compiler,
     ):
         found = rule(kind, text, batch)
         if found is not None:
@@ -188,6 +189,15 @@ def _many_shapes(kind: str, text: str, batch: Described) -> Advice | None:
     return Advice(
         expected="inputs of few shapes, each of which a layer is compiled for",
         remedy="make batches of equal shapes, or set compile to false",
+    )
+
+
+def _no_compiler(kind: str, text: str, batch: Described) -> Advice | None:
+    if not re.search(r"InvalidCxxCompiler|No working C\+\+ compiler", f"{kind}: {text}"):
+        return None
+    return Advice(
+        expected="a C++ compiler on every machine that trains, which compile: true needs on CPUs",
+        remedy="install g++, or set compile to false",
     )
 
 
