@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import safetensors.torch
 import torch
 from torch import nn
@@ -29,7 +31,9 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
     if in_use:
         return None
     state.restore_buffers()
-    with state.averaged():
+    precision = state.technique.precision
+    # Weights in bfloat16 need inputs of their kind; others compute as in the exported model.
+    with state.averaged(), precision.autocast() if precision.has_masters else nullcontext():
         return _shown(task, state.module)
 
 

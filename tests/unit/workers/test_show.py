@@ -15,6 +15,7 @@ from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.show import show_model
 from tests.unit.training.test_exact_steps import Small, state_of
+from tests.unit.training.test_precision import Classifier, steps_of
 from tests.unit.workers.members import member
 
 
@@ -70,3 +71,20 @@ def test_a_failure_to_show_is_told_in_its_place(tmp_path: Path, kind: type[BaseE
     assert said is not None
     assert said.startswith("Task.show failed: ")
     assert f"the task raised {kind.__name__}: no picture" in said
+
+
+class Computes(Classifier):
+    """Shows what its model computes from float32 values."""
+
+    def show(self, model: nn.Module) -> str:
+        found: torch.Tensor = model(torch.ones(1, 6))
+        return f"{found.float().sum():.3f}"
+
+
+def test_a_model_with_rounded_weights_computes_from_the_same_inputs(tmp_path: Path) -> None:
+    rounded, plain = (
+        member(tmp_path, build=lambda layers, name=name: steps_of(name, Computes()).state)
+        for name in ("bf16-params", "fp32")
+    )
+    said = [show_model(prepared, -1, in_use=False) for prepared in (rounded, plain)]
+    assert float(said[0] or "nan") == pytest.approx(float(said[1] or "nan"), abs=0.02)
