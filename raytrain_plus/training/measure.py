@@ -106,6 +106,7 @@ def count_operations(
     Matrix products, convolutions and attention count. `staged`: by layer of the task's model; else of the whole model,
     under the name "". The model is built for this, and freed. Errors of the task propagate.
     """
+    # What compiled layers compute cannot be counted.
     technique = Technique(precision)
     work = Alone(task, seed, technique, microbatch)
     names = layer_names(task, seed) if staged else ("",)
