@@ -88,9 +88,9 @@ class Callbacks:
         self._reported: set[str] = set()
         self._process: SideProcess | None = None
         self._keeper = threading.Thread(target=self._keep, name="callbacks", daemon=True)
-        # Guards the process and the two flags: the keeper replaces a dead process, others end it.
+        # Guards the process and the flags: the keeper replaces a dead process, others end it.
         self._changing = threading.Condition()
-        self._ending = self._over = False
+        self._ending = self._over = self._abandoned = False
 
     def begin(self, behind: int) -> None:
         """Start the process. It calls what follows the place at which the last one was.
@@ -135,7 +135,7 @@ class Callbacks:
 
     def abandon(self) -> None:
         """End the process at once: the run belongs to another controller."""
-        self._stored = self._place
+        self._abandoned = True
         self.close()
 
     def _keep(self) -> None:
@@ -198,7 +198,7 @@ class Callbacks:
 
     def _store(self) -> None:
         place = self._place
-        if place == self._stored:
+        if place == self._stored or self._abandoned:
             return
         self._stored_s = time.monotonic()
         try:

@@ -276,7 +276,6 @@ def test_an_overtaken_controller_stores_nothing(tmp_path: Path, log: EventLog) -
     one.begin(log.behind)
     steps(log, 0)
     until(lambda: heard_steps(tmp_path) and one._place[0])
-    one._stored_s = 0.0
     (tmp_path / "run" / FILE).write_text("another's")
     one.abandon()
     assert (tmp_path / "run" / FILE).read_text() == "another's"
