@@ -113,6 +113,15 @@ WALKS = {
             Step("raytrain resume byte_gpt --set steps=600", r"byte_gpt finished: 18 steps", instead=_SHORT),
         ),
     ),
+    "gpt": Walk(
+        steps=(
+            Step(
+                "raytrain run jobs/gpt_125m.yaml --set args.size=tiny --set 'workers={max: 2}' --set steps=20",
+                r"gpt_125m finished: 4 steps",
+                instead={"steps=20": "steps=4"},
+            ),
+        ),
+    ),
     "cluster": Walk(
         cluster=True,
         timeout_s=600,
