@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -177,6 +178,8 @@ def set_up_compiler(codes: int) -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, codes)
     dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, 8 * codes)
     dynamo.fail_on_recompile_limit_hit = True
+    # It warns of in-place operations whether there are any or not; those are right, which a test shows.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     # Without processes of the compiler's own, none is left when this one is killed.
     inductor.compile_threads = 1
 

@@ -18,9 +18,10 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.task import RunFacts
 from raytrain_plus.torch_compat import compiled_graphs, graph_breaks
 from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.compiled import SHAPES
+from raytrain_plus.training.compiled import SHAPES, compile_layers
 from raytrain_plus.training.mistakes import advice_for, breaks_in_words
 from raytrain_plus.training.model import build_model
+from raytrain_plus.training.recompute import recompute_layers
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
@@ -155,3 +156,30 @@ def test_shapes_that_vary_are_compiled_once() -> None:
     for count in range(2, 30):
         one.run(count, rows(count), context(SoloWorld()))
     assert compiled_graphs() - before <= 2
+
+
+class InPlace(nn.Module):
+    """Writes into the results of its own operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cut, self.last = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.cut(self.first(x))).add_(x))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_operations_in_place_have_the_right_gradients(recompute: Any) -> None:
+    def gradients(compiled: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layers = {"only": InPlace()}
+        if compiled:
+            compile_layers(layers, recompute, varying=False)
+            recompute_layers(layers, recompute, compiled=True)
+        x = torch.randn(4, 8, requires_grad=True)
+        layers["only"](x).sum().backward()
+        assert x.grad is not None
+        return torch.cat([x.grad.flatten(), *(value.grad.flatten() for value in layers["only"].parameters())])
+
+    assert torch.allclose(gradients(compiled=True), gradients(compiled=False), atol=1e-6)
