@@ -139,8 +139,8 @@ class RingWorld:
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Any:
         self._times[name] += 1
-        parts = self._of.submitted[name, self._times[name]]
         with self._of.changed:
+            parts = self._of.submitted[name, self._times[name]]
             parts.append(tensor)
             if len(parts) == self.size:
                 stacked = torch.stack(parts)

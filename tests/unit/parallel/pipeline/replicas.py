@@ -49,11 +49,16 @@ class Threads:
         self._mail = mail
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Sent:
-        self._mail[self.rank, to, tag].put(tensor.clone())
+        self._box(self.rank, to, tag).put(tensor.clone())
         return Sent()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Coming:
-        return Coming(self._mail[source, self.rank, tag], tensor)
+        return Coming(self._box(source, self.rank, tag), tensor)
+
+    def _box(self, *key: int) -> queue.SimpleQueue[torch.Tensor]:
+        # A defaultdict can make two, one for the sender and one for the receiver, if both look at the same moment.
+        source, to, tag = key
+        return self._mail.setdefault((source, to, tag), queue.SimpleQueue())
 
 
 def replica(stages: int, stage: Callable[[Threads], Any]) -> list[Any]:
