@@ -47,7 +47,6 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         exact=job.reduction == "exact",
         make_wire=_wire(job),
         technique=technique_of(job, device),
-        decay=None if job.ema is None else job.ema.decay,
         shard_rows=job.data.batch_size // job.data.shards,
     )
     check_storable(state.holding())

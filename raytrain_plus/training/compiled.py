@@ -15,7 +15,7 @@ from torch import nn
 
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.torch_compat import set_up_compiler
-from raytrain_plus.training.recompute import again_inside, names_of
+from raytrain_plus.training.recompute import again_inside, is_again_inside, names_of
 
 SHAPES = 16
 """The most shapes of its input for which a layer is compiled: of training, short and held-out microbatches."""
@@ -30,6 +30,6 @@ def compile_layers(layers: Mapping[str, nn.Module], recompute: Recompute, *, var
     again = names_of(recompute, layers)
     for name, layer in layers.items():
         forward: Any = layer.forward
-        if recompute == "selective" and name in again and not list(layer.buffers()):
+        if name in again and is_again_inside(recompute, layer):
             forward = again_inside(forward)
         layer.forward = torch.compile(forward, dynamic=varying)

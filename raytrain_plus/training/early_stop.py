@@ -51,17 +51,22 @@ class Stopping:
     def __init__(self, rule: EarlyStop | None, evaluated: Mapping[int, Mapping[str, float]]) -> None:
         self._rule = rule
         self._evaluated = dict(evaluated)
+        self._verdict = self._found()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the evaluation of the state after `step`; no metrics: it was not evaluated."""
         if metrics:
             self._evaluated[step] = metrics
+            self._verdict = self._found()
 
     @property
     def over(self) -> bool:
         """Whether the run ends now."""
-        return self._rule is not None and verdict(self._rule, self._evaluated).over is not None
+        return self._verdict.over is not None
 
     def keeps(self, step: int) -> bool:
         """Return whether the state after `step` is the best so far, which must be saved."""
-        return self._rule is not None and step in self._evaluated and verdict(self._rule, self._evaluated).best == step
+        return step in self._evaluated and self._verdict.best == step
+
+    def _found(self) -> Verdict:
+        return Verdict(None, None) if self._rule is None else verdict(self._rule, self._evaluated)

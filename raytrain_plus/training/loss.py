@@ -14,6 +14,7 @@ from torch import nn
 from raytrain_plus.data.collate import default_weight
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.training.header import ShardReport
 from raytrain_plus.training.model import to_device
@@ -112,10 +113,9 @@ def _scalar(loss: Any, who: str) -> torch.Tensor:
     if not loss.is_floating_point():
         raise TrainingError(f"{who} returned a loss of dtype {loss.dtype}, which has no gradient; {_EXPECTED}")
     if loss.dtype in (torch.float16, torch.bfloat16):
-        digits = str(loss.dtype).removeprefix("torch.")
         warnings.warn(
-            f"{who} returned a loss in {digits}, which has three digits at most; compute it from float32 values, such "
-            "as logits.float()",
+            f"{who} returned a loss in {dtype_name(loss.dtype)}, which has three digits at most; compute it from "
+            "float32 values, such as logits.float()",
             stacklevel=2,
         )
     scalar: torch.Tensor = loss.reshape(())

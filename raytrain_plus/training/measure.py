@@ -51,6 +51,7 @@ def measure_layers(
     work = Alone(task, seed, technique, microbatch)
     names = layer_names(task, seed)
     check_layers(technique.recompute, names)
+    copies = COPIES + (technique.decay is not None)
     given: Tensors | None = None
     found, trained = [], False
     for number, (name, built) in enumerate(each_layer(task, seed, technique, names)):
@@ -88,7 +89,7 @@ def measure_layers(
             Layer(
                 name,
                 min(seconds),
-                sum(technique.precision.kept_bytes(value, COPIES + technique.averaged) for value in parameters),
+                sum(technique.precision.parameter_bytes(value, copies) for value in parameters),
                 sum(value.numel() for value in parameters if value.requires_grad),
                 kept,
                 _counted(chunk, work, given) if overlaps else 0,

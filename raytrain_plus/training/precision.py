@@ -12,6 +12,7 @@ from torch import nn
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.job import setting_types
 from raytrain_plus.parallel.autocast import Modes
+from raytrain_plus.state.named import dtype_name
 
 _AMPERE = 8
 """The major compute capability of the first GPUs that have TF32."""
@@ -66,7 +67,7 @@ class Precision:
             )
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
 
-    def kept_bytes(self, value: nn.Parameter, copies: int) -> int:
+    def parameter_bytes(self, value: nn.Parameter, copies: int) -> int:
         """Return the bytes that a worker keeps for a parameter; `copies`: how many, if it trains the parameter.
 
         They are float32 copies beside a bfloat16 parameter that has a master.
@@ -82,7 +83,7 @@ class Precision:
         for name, value in named:
             if value.requires_grad and value.dtype in (torch.float16, torch.bfloat16):
                 raise TaskError(
-                    f"the parameter '{name}' is {str(value.dtype).removeprefix('torch.')}, but the weights that the "
+                    f"the parameter '{name}' is {dtype_name(value.dtype)}, but the weights that the "
                     "optimizer changes must keep more digits",
                     where=f"precision: {self.name}",
                     expected="float32 parameters; the passes compute in 16 bits all the same",

@@ -73,10 +73,14 @@ def recompute_layers(
     `compiled`: those that `compiled.compile_layers` has taken care of are left alone.
     """
     for name in names_of(which, layers):
-        inside = compiled and which == "selective" and not list(layers[name].buffers())
-        if not inside:
+        if not (compiled and is_again_inside(which, layers[name])):
             # What is compiled is one operation to whoever would choose among the operations in it.
             _recompute(layers[name], name, which == "selective" and not compiled, recall)
+
+
+def is_again_inside(which: Recompute, layer: nn.Module) -> bool:
+    """Return whether a layer that is compiled is computed again by its own code; it cannot be if it has buffers."""
+    return which == "selective" and not list(layer.buffers())
 
 
 def again_inside(forward: Callable[..., Any]) -> Callable[..., Any]:

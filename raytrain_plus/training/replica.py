@@ -54,8 +54,6 @@ class ReplicaStage:
     pipeline: Runner
     handovers: Handovers
     sums: StepSums
-    rider: Rider
-    """It carries the header and the metrics, with the first part's first bucket."""
     device: torch.device
     shards: int
     """The job's number of shards."""
@@ -67,6 +65,11 @@ class ReplicaStage:
     """The metrics of this replica's shards in the step whose header was taken last."""
     bars: Sequence[Bar] = ()
     """See `passes.ReplicaPasses`."""
+
+    @property
+    def rider(self) -> Rider:
+        """It carries the header and the metrics, with the first part's first bucket."""
+        return self.sums.rider
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -239,7 +242,6 @@ def replica_stage(
         pipeline=Pipeline(schedule, chunks),
         handovers=handovers,
         sums=state.sums,
-        rider=state.sums.rider,
         device=state.device,
         shards=state.shards,
         tied=tied,

@@ -26,8 +26,8 @@ class Technique:
     compiled: bool = False
     varying: bool = False
     """Whether the shapes of batches vary, which compiled layers must know beforehand."""
-    averaged: bool = False
-    """Whether averages of the weights are kept (`averages`)."""
+    decay: float | None = None
+    """That of the weights' averages (`averages`), if any are kept."""
 
     def apply(self, built: Built, recall: Callable[[str], None] = lambda layer: None) -> dict[str, nn.Parameter]:
         """Change a model, or layers of it, in place; return the masters of its parameters (`masters`), by name.
@@ -56,5 +56,5 @@ def technique_of(job: Job, device: torch.device) -> Technique:
         recompute=job.recompute,
         compiled=job.compile,
         varying=job.data.collate in ("pad", "pack"),
-        averaged=job.ema is not None,
+        decay=None if job.ema is None else job.ema.decay,
     )

@@ -66,12 +66,10 @@ class TrainState:
         bucket_bytes: int = BUCKET_BYTES,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
-        decay: float | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. `decay`:
-        that of the weights' averages, if any are kept. Raises
+        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. Raises
         `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
@@ -89,7 +87,8 @@ class TrainState:
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
         self._masters = Masters([(name, value) for name, value in named if value.requires_grad], masters)
         self.named = self._masters.named
-        self._averages = None if decay is None else Averages(self.named, [part.module for part in self.parts], decay)
+        modules = [part.module for part in self.parts]
+        self._averages = None if technique.decay is None else Averages(self.named, modules, technique.decay)
         self.optimizer = task.optimizer(self.named) if self.named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)

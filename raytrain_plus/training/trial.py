@@ -205,8 +205,7 @@ def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: 
             raise
         remarks.append("the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried")
     seconds = time.monotonic() - start
-    if job.compile and (breaks := graph_breaks()):
-        remarks.append(f"compile: {breaks_in_words(breaks)}")
+    remarks += _uncompiled(job)
     metrics = {}
     if held_out is not None:
         few = _batch(job, task, held_out, count)
@@ -245,16 +244,14 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
     check_signatures(task)
     wanted = microbatch_rows(rows.sample_order, job.parallel.microbatches)
     batch = _batch(job, task, rows, wanted)
-    start = time.monotonic()
+    start, technique = time.monotonic(), technique_of(job, device)
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        layers = measure_layers(task, job.seed, technique_of(job, device), batch, job.parallel.overlaps)
+        layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps)
         seconds = time.monotonic() - start
         few = None if held_out is None else _batch(job, task, held_out, wanted)
-        returned = _one_by_one(task, job, technique_of(job, device), batch, few)
-    remarks, metrics = list[str](), {}
-    if job.compile and (breaks := graph_breaks()):
-        remarks.append(f"compile: {breaks_in_words(breaks)}")
+        returned = _one_by_one(task, job, technique, batch, few)
+    remarks, metrics = _uncompiled(job), {}
     if few is not None:
         metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
     return Trial(
@@ -266,6 +263,12 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
         remarks=tuple(remarks),
         layers=layers,
     )
+
+
+def _uncompiled(job: Job) -> list[str]:
+    """Return a remark on what the compiler has left out; none if the job compiles nothing, or all was compiled."""
+    breaks = graph_breaks() if job.compile else []
+    return [f"compile: {breaks_in_words(breaks)}"] if breaks else []
 
 
 def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, held_out: Microbatch | None) -> Any:

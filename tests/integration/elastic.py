@@ -16,6 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, Job, Result, Workers, run
+from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.local import LocalFolder
@@ -161,6 +162,15 @@ class Run:
         ]
         assert [event["step"] for event in steps] == list(range(len(steps)))
         return [event["loss"] for event in steps]
+
+
+def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
+    """Return hash, losses and metrics of a run; check that its audit is clean."""
+    result = run.finish()
+    assert result.status == "finished", result.error
+    found = audit(result.path)
+    assert found.clean, found.faults
+    return result.state_sha256, run.losses(), dict(result.metrics)
 
 
 def born(members: list[Event]) -> dict[int, float]:

@@ -17,7 +17,7 @@ import ray
 
 from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Parallel, Workers
 from raytrain_plus.data.audit import audit
-from tests.integration.elastic import Run, job
+from tests.integration.elastic import Run, ended, job
 from tests.integration.tasks import write_data
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("eight")]
@@ -37,15 +37,6 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
     held_out = Evaluate(path=str(tmp_path / "data"), every_steps=20)
     settings: dict[str, Any] = {"data": data, "steps": 60, "reduction": "exact", "evaluate": held_out, **changes}
     return job(tmp_path, name=name, **settings)
-
-
-def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
-    """Return hash, losses and metrics of a run; check that its audit is clean."""
-    result = run.finish()
-    assert result.status == "finished", result.error
-    found = audit(result.path)
-    assert found.clean, found.faults
-    return result.state_sha256, run.losses(), dict(result.metrics)
 
 
 def rings(run: Run) -> set[str]:

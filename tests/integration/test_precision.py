@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus import Data, Ema, Evaluate, Job, Parallel, Workers, attach
-from raytrain_plus.data.audit import audit
-from tests.integration.elastic import Run, job
+from tests.integration.elastic import Run, ended, job
 from tests.integration.tasks import write_data
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
@@ -21,15 +20,6 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
     held_out = Evaluate(path=str(tmp_path / "data"), every_steps=15)
     settings = {"data": data, "steps": 30, "reduction": "exact", "evaluate": held_out, "task": "tasks:Steep"}
     return job(tmp_path, name=name, **{**settings, **changes})
-
-
-def ended(run: Run) -> tuple[str | None, list[float], dict[str, float]]:
-    """Return hash, losses and metrics of a run; check that its audit is clean."""
-    result = run.finish()
-    assert result.status == "finished", result.error
-    found = audit(result.path)
-    assert found.clean, found.faults
-    return result.state_sha256, run.losses(), dict(result.metrics)
 
 
 def test_a_death_while_a_step_that_overflowed_is_computed_again_changes_no_bit(tmp_path: Path) -> None:

@@ -14,34 +14,18 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.state.named import bytes_of, entry_of
 from raytrain_plus.state.whole import model_file
-from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.state_source import _hashed_tensors, sha256_of
+from tests.unit.training import test_precision
 from tests.unit.training.group import context
-from tests.unit.training.test_precision import CPU, ROWS, SHARDS, Classifier, batches
+from tests.unit.training.test_precision import SHARDS, Classifier, batches
 
 DECAY = 0.7
 
 
 def steps_of(decay: float | None = DECAY, name: Name = "fp32") -> SynchronousSteps:
-    task = Classifier()
-    state = TrainState(
-        task,
-        [build_model(task, 1, CPU)],
-        seed=1,
-        shards=SHARDS,
-        clip_norm=1.0,
-        device=CPU,
-        technique=Technique(Precision(name)),
-        shard_rows=ROWS,
-        decay=decay,
-    )
-    return whole_steps(state)
+    return test_precision.steps_of(name, Classifier(), decay=decay)
 
 
 def averages(one: SynchronousSteps) -> dict[str, torch.Tensor]:

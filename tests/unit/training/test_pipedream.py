@@ -88,7 +88,6 @@ def together(
     task: type[Task] = Smooth,
     wished: Callable[[int], bool] = lambda seat: False,
     technique: Technique = PLAIN,
-    decay: float | None = None,
 ) -> list[tuple[list[Applied], dict[str, torch.Tensor], OverlappingSteps]]:
     """Return, for each worker after these windows, what it applied, its final weights, and itself."""
     rings = [Ring(shape.replicas) for _ in range(shape.stages)]
@@ -108,7 +107,6 @@ def together(
             device=CPU,
             bucket_bytes=300,
             technique=technique,
-            decay=decay,
         )
         peers = Threads(stage, mails[replica])
         passes = replica_stage(PipeDream, state, peers, schedule="pipedream", stages=shape.stages)
@@ -365,7 +363,7 @@ def test_layers_are_computed_again_with_the_weights_of_their_forward_pass(recomp
 @pytest.mark.parametrize(("name", "rel"), [("bf16", 0.02), ("bf16-params", 0.02)])
 def test_precision_and_averages_work_with_overlapping_steps(name: Any, rel: float) -> None:
     plain = together(Shape(1, 2), [range(4)])
-    found = together(Shape(1, 2), [range(4)], technique=Technique(Precision(name)), decay=0.5)
+    found = together(Shape(1, 2), [range(4)], technique=Technique(Precision(name), decay=0.5))
     for (applied, _, _), (told, weights, one) in zip(plain, found, strict=True):
         assert [step.loss for step in told] == pytest.approx([step.loss for step in applied], rel=rel)
         averages = dict(one.state.holding().averages)

@@ -81,7 +81,7 @@ def batches(step: int, slope: float = 1.0) -> dict[int, list[Microbatch]]:
     return made
 
 
-def steps_of(name: Name, task: Task, exact: bool = False) -> SynchronousSteps:
+def steps_of(name: Name, task: Task, exact: bool = False, decay: float | None = None) -> SynchronousSteps:
     state = TrainState(
         task,
         [build_model(task, 1, CPU)],
@@ -90,7 +90,7 @@ def steps_of(name: Name, task: Task, exact: bool = False) -> SynchronousSteps:
         clip_norm=1.0,
         device=CPU,
         exact=exact,
-        technique=Technique(Precision(name)),
+        technique=Technique(Precision(name), decay=decay),
         shard_rows=ROWS,
     )
     return whole_steps(state)
