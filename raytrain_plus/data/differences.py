@@ -10,7 +10,14 @@ from raytrain_plus.data.items import changes_of
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Describe by file how the data of two `Index.to_json` differs."""
+    """Describe by file how the data of two `Index.to_json` differs; by its rows if its files tell no difference."""
+    found = _differences(now, then)
+    if not found and now["fingerprint"] != then["fingerprint"]:
+        found = ["some rows have other values, or another order"]
+    return found
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
@@ -32,7 +39,7 @@ def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> li
     indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
     for number, (one, there) in enumerate(zip(mine, theirs, strict=True)):
         # Their files are compared below.
-        own = differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
+        own = _differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
         found += [f"source {number}: {difference}" for difference in own]
     kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
     return found + _differences_of_files(*kept)

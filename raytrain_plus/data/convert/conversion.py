@@ -46,8 +46,8 @@ READERS: Mapping[Format, Callable[[], Records]] = {
     "webdataset": TarSamples,
 }
 """For each format that is converted, what reads it; images need more: see `_reader`."""
-_VERSION = 1
-"""Raised when the same source is to be converted differently."""
+_VERSION = 2
+"""Raised when the same source is to be converted differently; 2 has a digest of the content."""
 
 Told = Callable[[int, int], None]
 """Called now and then with the bytes of the source that are read, and those that there are."""
