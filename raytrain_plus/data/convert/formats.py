@@ -23,8 +23,9 @@ SUFFIXES: Mapping[Format, tuple[str, ...]] = {
     "huggingface": (".arrow",),
     "images": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
     "webdataset": (".tar", ".tar.gz", ".tgz"),
+    "lance": (".lance",),
 }
-"""For each format, how the names of its files end."""
+"""For each format, how the names of its files end; of Lance, those of its folders too."""
 
 SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 """The files by which `save_to_disk` of Hugging Face's `datasets` marks a folder: of several splits, and of one."""
