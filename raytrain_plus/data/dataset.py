@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, sizes_of, source_files
-from raytrain_plus.data.convert.formats import format_of, is_saved
+from raytrain_plus.data.convert.formats import format_of, is_saved, unknown_format
 from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.packing import packed
 from raytrain_plus.data.convert.parts import content_of, is_complete
@@ -42,7 +42,10 @@ def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | N
         return index(base)
     kind = format_ or format_of(base)
     if kind == "parquet":
-        return index(base)
+        try:
+            return index(base)
+        except DataError as error:
+            raise error if format_ is not None or split_pattern(base)[1] else unknown_format(base, error) from None
     if kind == "huggingface" and not is_saved(base):
         return index(only_split(base))
     files = source_files(base, kind)

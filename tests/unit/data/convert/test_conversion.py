@@ -337,6 +337,11 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3", "Expected 2 columns, got 1: 3"),
     ("a.csv", b"a,a\n1,2\n", "a.csv", "column 'a' is there twice"),
     ("a.csv", b"a,b\n", "a.csv", "there are no rows"),
+    ("a.csv", b"a;b\n1;2\n", "a.csv, line 1", "its only column is 'a;b': the names are separated by semicolons"),
+    ("a.csv", b"a\tb\n1\t2\n", "a.csv, line 1", "the names are separated by tabs"),
+    ("a.tsv", b"a,b\n1,2\n", "a.tsv, line 1", "the names are separated by commas"),
+    ("a.csv", b"0.5,-1,3\n1,2,3\n", "a.csv, line 1", "holds numbers, not the names of columns: 0.5, -1, 3"),
+    ("a.json", b"[1]", "a.json", "is not a Parquet file, and its name tells no other format"),
     ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2", "is not UTF-8 text"),
     ("a.arrow", cut_stream, "a.arrow", "it has no end"),
     ("a.jsonl", b'{"a": 1}\n{"a": "\xff"}\n', "a.jsonl, line 2", "is not UTF-8 text"),
@@ -359,6 +364,34 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, name: str, content
     assert what in caught.value.what
     assert caught.value.where.endswith(where), caught.value
     assert not list((tmp_path / "cache").glob("[!.]*")), "nothing half-made is left"
+
+
+@pytest.mark.parametrize("header", ["2019,2020", '"a, b",c', '"a, b"', "0,1", "x;y,z", "a"])
+def test_these_names_of_columns_are_taken(tmp_path: Path, header: str) -> None:
+    names = next(csv.reader([header]))
+    (tmp_path / "a.csv").write_text(header + "\n" + ",".join("1" for _ in names) + "\n")
+    assert pq.read_table(convert(tmp_path, "a.csv")).to_pydict() == {name: [1] for name in names}
+
+
+def test_a_format_that_no_name_tells_is_asked_for(tmp_path: Path) -> None:
+    for folder, files in (("two", ["a.csv", "b.jsonl"]), ("none", []), ("other", ["a.rst"]), ("cut", ["a.parquet"])):
+        (tmp_path / folder).mkdir()
+        for name in files:
+            (tmp_path / folder / name).write_text('{"a": 1}\n')
+    said = {}
+    for folder in ("two", "none", "other", "cut"):
+        with pytest.raises(DataError) as caught:
+            dataset(tmp_path / folder, cache=tmp_path / "cache")
+        said[folder] = caught.value
+    assert said["two"].what in (f"holds files of several formats: 1 {one}" for one in ("csv, 1 jsonl", "jsonl, 1 csv"))
+    assert said["two"].remedy.startswith("set data.format to one of them, or name the files of one")
+    assert said["none"].what == "contains no Parquet files; found nothing"
+    assert said["other"].expected.startswith("files named as *.parquet, *.jsonl, *.csv, ")
+    assert said["other"].remedy == "put the data there; or set data.format"
+    assert "is not a readable Parquet file" in said["cut"].what
+    assert dataset(tmp_path / "two", "jsonl", cache=tmp_path / "cache").rows == 1
+    pq.write_table(TABLE, tmp_path / "rows")
+    assert dataset(tmp_path / "rows", cache=tmp_path / "cache").rows == len(ROWS)
 
 
 def test_types_that_have_nothing_in_common_are_named(tmp_path: Path, small: None) -> None:
