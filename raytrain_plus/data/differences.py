@@ -27,6 +27,10 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     if "dataset" in now or "dataset" in then:
         both = "dataset" in now and "dataset" in then
         return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
+    if "converted_from" in now and "converted_from" in then:
+        # Their files are those of the conversion, whose names tell a user nothing.
+        fewer = [f"it has {now['rows']:,} rows, not {then['rows']:,}"] if now["rows"] != then["rows"] else []
+        return found or fewer
     return found + _differences_of_files(now["files"], then["files"])
 
 

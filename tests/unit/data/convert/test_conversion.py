@@ -205,6 +205,9 @@ def test_rows_of_the_same_size_and_range_are_other_data(tmp_path: Path, change: 
     assert here.file_footers == there.file_footers, "what this test is about"
     assert here.fingerprint != there.fingerprint
     assert differences(there.to_json(), here.to_json()) == ["some rows have other values, or another order"]
+    write_csv(tmp_path / "a.csv", rows[1:])
+    fewer = dataset(tmp_path / "a.csv", cache=tmp_path / "fewer")
+    assert differences(fewer.to_json(), here.to_json()) == ["it has 4,999 rows, not 5,000"]
 
 
 def test_values_beyond_the_sample_widen_a_column(tmp_path: Path, small: None) -> None:
