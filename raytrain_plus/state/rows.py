@@ -1,0 +1,214 @@
+"""States of which a worker has some rows: their names, and the parts of several workers put together. Pure.
+
+Where the optimizer's state is sharded, a worker changes some rows of each weight. Rows [3, 7) of the weight `w` are the
+parameter `w[3:7]`; its optimizer's state is `optim/w[3:7]/<key>`, its average `ema/w[3:7]`. All rows of a weight have
+its plain name. Values without dimensions, such as a step count, belong to each row alike.
+
+In sets of pieces, the rows of a weight have the name `optim/<weight>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from raytrain_plus.membership.pieces import Piece, Pieces
+
+OF_ROWS = "optim/"
+"""How the names of pieces begin that are rows of weights."""
+
+Packed = tuple[str, tuple[int, ...], npt.NDArray[Any]]
+"""A tensor's dtype (its torch name), shape and bytes."""
+Tree = Any
+"""See `state.holding`."""
+
+_ROWS = re.compile(r"(.*)\[([0-9]+):([0-9]+)\]", re.DOTALL)
+_TENSOR = re.compile(r"(param|ema|optim)/(.*)", re.DOTALL)
+
+
+class Rows(NamedTuple):
+    """Rows [first, last) of a weight; `last` is None for all rows."""
+
+    weight: str
+    first: int = 0
+    last: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of these rows as a parameter.
+
+        >>> Rows("w", 3, 7).name, Rows("w").name
+        ('w[3:7]', 'w')
+        """
+        return self.weight if self.last is None else f"{self.weight}[{self.first}:{self.last}]"
+
+
+def parse_rows(parameter: str) -> Rows:
+    """Return which rows a parameter's name stands for.
+
+    >>> parse_rows("w[3:7]"), parse_rows("block.w")
+    (Rows(weight='w', first=3, last=7), Rows(weight='block.w', first=0, last=None))
+    """
+    found = _ROWS.fullmatch(parameter)
+    return Rows(found[1], int(found[2]), int(found[3])) if found else Rows(parameter)
+
+
+def weight_of(parameter: str) -> str:
+    """Return the weight of which a parameter is some rows.
+
+    >>> weight_of("w[3:7]")
+    'w'
+    """
+    return parse_rows(parameter).weight
+
+
+def piece_of(rows: Rows, units: int) -> Piece:
+    """Return the piece of these rows of a weight that has so many."""
+    return Piece(OF_ROWS + rows.weight, rows.first, units if rows.last is None else rows.last)
+
+
+def rows_of(pieces: Pieces, units: Mapping[str, int]) -> list[Rows]:
+    """Return the rows of weights in a set of pieces; `units`: how many rows each weight has."""
+    found = []
+    for name, first, last in pieces:
+        weight = name.removeprefix(OF_ROWS)
+        found.append(Rows(weight) if (first, last) == (0, units[weight]) else Rows(weight, first, last))
+    return found
+
+
+def only_rows(pieces: Pieces) -> Pieces:
+    """Return those pieces that are rows of weights."""
+    return Pieces.of(piece for piece in pieces if piece.name.startswith(OF_ROWS))
+
+
+def whole_name(tensor: str) -> tuple[str, Rows | None]:
+    """Return the name that a tensor of the state has where nothing is sharded, and which rows of that it is.
+
+    >>> whole_name("optim/w[3:7]/exp_avg"), whole_name("buffer/mean")
+    (('optim/w/exp_avg', Rows(weight='w', first=3, last=7)), ('buffer/mean', None))
+    """
+    found = _TENSOR.fullmatch(tensor)
+    if found is None:
+        return tensor, None
+    kind, rest = found[1], found[2]
+    parameter, slash, key = rest.partition("/") if kind == "optim" else (rest, "", "")
+    rows = parse_rows(parameter)
+    return f"{kind}/{rows.weight}{slash}{key}", rows
+
+
+def restrict(
+    tensors: Mapping[str, Packed],
+    tree: Tree,
+    wanted: Pieces,
+    units: Mapping[str, int],
+    masters: Collection[str] = (),
+) -> tuple[dict[str, Packed], Tree]:
+    """Return what belongs to the wanted rows, out of a state that has them all, and nothing else: see `assemble`."""
+    return assemble([(tensors, tree)], [rows.name for rows in rows_of(wanted, units)], units, masters)
+
+
+def assemble(
+    parts: Sequence[tuple[Mapping[str, Packed], Tree]],
+    parameters: Iterable[str],
+    units: Mapping[str, int],
+    masters: Collection[str] = (),
+) -> tuple[dict[str, Packed], Tree]:
+    """Return the tensors and the optimizer's tree of these parameters, from parts that together have their rows.
+
+    `units`: how many rows each weight has; one if it cannot be divided. `masters`: the weights whose values are sharded
+    too; those of others are the same on all workers. What a weight does not have in any part, such as the state of an
+    optimizer that has made no step, it does not get.
+    Raises `ValueError` if some of a parameter's rows are missing.
+    """
+    tensors: dict[str, Packed] = {}
+    optimizer: dict[str, Any] = {}
+    offers: dict[str, list[_Offer]] = {}
+    for has, tree in parts:
+        for offer in _offers(has, tree, masters):
+            offers.setdefault(offer.rows.weight, []).append(offer)
+    for parameter in parameters:
+        rows = parse_rows(parameter)
+        first, last = piece_of(rows, units[rows.weight])[1:]
+        taken = list(_taken(offers.get(rows.weight, ()), first, last, units[rows.weight]))
+        if not taken:
+            continue
+        for kind, key in taken[0][0].tensors:
+            slices = [_cut(offer, kind, key, low, high, units[rows.weight]) for offer, low, high in taken]
+            tensors[_named(kind, parameter, key)] = _concatenated(slices)
+        values = taken[0][0].values
+        if values is not None:
+            optimizer[parameter] = _renamed(values, f"optim/{taken[0][0].rows.name}/", f"optim/{parameter}/")
+    return tensors, {"optimizer": optimizer}
+
+
+class _Offer(NamedTuple):
+    """What a part has of some rows of a weight."""
+
+    rows: Rows
+    tensors: Mapping[tuple[str, str], Packed]
+    """By kind (param, ema, optim) and key."""
+    values: Any
+    """The optimizer's tree of these rows, if it has one."""
+
+
+def _offers(tensors: Mapping[str, Packed], tree: Tree, masters: Collection[str]) -> Iterator[_Offer]:
+    found: dict[str, dict[tuple[str, str], Packed]] = {}
+    for tensor, packed in tensors.items():
+        match = _TENSOR.fullmatch(tensor)
+        if match is None:
+            continue
+        kind, rest = match[1], match[2]
+        parameter, _, key = rest.partition("/") if kind == "optim" else (rest, "", "")
+        if kind != "param" or weight_of(parameter) in masters:
+            found.setdefault(parameter, {})[kind, key] = packed
+    for parameter in {*found, *tree["optimizer"]}:
+        yield _Offer(parse_rows(parameter), found.get(parameter, {}), tree["optimizer"].get(parameter))
+
+
+def _taken(offers: Sequence[_Offer], first: int, last: int, units: int) -> Iterator[tuple[_Offer, int, int]]:
+    """Yield which rows [low, high) are taken from which offer, in order."""
+    at = first
+    while offers and at < last:
+        able = [offer for offer in offers if piece_of(offer.rows, units).first <= at < piece_of(offer.rows, units).last]
+        if not able:
+            raise ValueError(f"nobody gives row {at} of {offers[0].rows.weight}")
+        best = max(able, key=lambda offer: piece_of(offer.rows, units).last)
+        end = min(last, piece_of(best.rows, units).last)
+        yield best, at, end
+        at = end
+
+
+def _cut(offer: _Offer, kind: str, key: str, low: int, high: int, units: int) -> Packed:
+    """Return rows [low, high) of a tensor in an offer; a value without dimensions as it is."""
+    dtype, shape, data = offer.tensors[kind, key]
+    first, last = piece_of(offer.rows, units)[1:]
+    if not shape or (low, high) == (first, last):
+        return dtype, shape, data
+    row = data.nbytes // (last - first)
+    return dtype, (high - low, *shape[1:]), data[(low - first) * row : (high - first) * row]
+
+
+def _concatenated(parts: Sequence[Packed]) -> Packed:
+    dtype, shape, data = parts[0]
+    if len(parts) == 1 or not shape:
+        return dtype, shape, data
+    return dtype, (sum(one[1][0] for one in parts), *shape[1:]), np.concatenate([one[2] for one in parts])
+
+
+def _named(kind: str, parameter: str, key: str) -> str:
+    return f"{kind}/{parameter}/{key}" if kind == "optim" else f"{kind}/{parameter}"
+
+
+def _renamed(value: Any, before: str, after: str) -> Any:
+    """Return a tree in which the names of tensors that begin with `before` begin with `after`."""
+    if isinstance(value, list):
+        return [_renamed(one, before, after) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("~") == "tensor":
+        return {**value, "name": after + value["name"].removeprefix(before)}
+    return {key: _renamed(one, before, after) for key, one in value.items()}
