@@ -7,15 +7,18 @@ tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.rows import parse_rows, weight_of
 from raytrain_plus.state.tree import Json, from_json, to_json
+
+Named = TypeVar("Named", bound=torch.Tensor)
 
 SKIPPED = "skipped"
 """A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
@@ -43,7 +46,7 @@ class Holding:
     buffers: Mapping[str, torch.Tensor]
     """The committed buffers."""
     parameters: Sequence[tuple[str, nn.Parameter]]
-    """The trained parameters."""
+    """The trained parameters; where the optimizer's state is sharded, the rows of them that change here (`rows`)."""
     frozen: Sequence[tuple[str, nn.Parameter]]
     """The parameters that are not trained."""
     optimizer: torch.optim.Optimizer | None
@@ -61,13 +64,31 @@ class Holding:
     """Rules of the run's steps that older versions did not have: see `LEFT_ALONE`."""
     averages: Sequence[tuple[str, torch.Tensor]] = ()
     """The averages of the trained parameters, if the job has any."""
+    whole: Sequence[tuple[str, nn.Parameter]] | None = None
+    """Where the optimizer's state is sharded, the trained parameters that are the same on all workers."""
+
+    @property
+    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model; where the optimizer's state is sharded, masters have some rows only."""
+        if self.whole is None:
+            yield from self.parameters
+        else:
+            yield from self.whole
+            same = {name for name, _ in self.whole}
+            yield from ((name, value) for name, value in rows_held(self.parameters) if weight_of(name) not in same)
+        yield from self.frozen
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:
     """Return parameters, their averages and buffers by name: the state that exists before any step."""
-    tensors = {f"param/{name}": value.detach() for name, value in (*holding.parameters, *holding.frozen)}
-    tensors |= {f"ema/{name}": value.detach() for name, value in holding.averages}
+    tensors = {f"param/{name}": value.detach() for name, value in holding.weights}
+    tensors |= {f"ema/{name}": value.detach() for name, value in rows_held(holding.averages)}
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
+
+
+def rows_held(named: Sequence[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
+    """Yield the parameters without those that stand for no row of their weight."""
+    return ((name, value) for name, value in named if parse_rows(name)[1:] != (0, 0))
 
 
 def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
@@ -103,7 +124,7 @@ def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     }
     groups = [
         {
-            "parameters": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names],
+            "parameters": _weights(group, names),
             "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", tensors),
         }
         for number, group in enumerate(holding.optimizer.param_groups)
@@ -124,6 +145,12 @@ def _classes(holding: Holding) -> dict[str, str | None]:
     """Return the class names of optimizer and scheduler, without their modules, which may move."""
     scheduler = None if holding.scheduler is None else type(holding.scheduler).__qualname__
     return {"optimizer": type(holding.optimizer).__qualname__, "scheduler": scheduler}
+
+
+def _weights(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    """Return the weights of an optimizer's group, of which its parameters may be rows."""
+    found = (names[id(parameter)] for parameter in group["params"] if id(parameter) in names)
+    return list(dict.fromkeys(map(weight_of, found)))
 
 
 def class_differences(tree: Json, holding: Holding) -> list[str]:
@@ -153,11 +180,12 @@ def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device]
     if others:
         raise TaskError(f"the task does not match the state to load: {'; '.join(others)}")
     by_name = dict(holding.parameters)
-    mine = [[id(value) for value in group["params"]] for group in holding.optimizer.param_groups]
-    theirs = [[id(by_name.get(name)) for name in group["parameters"]] for group in tree["groups"]]
-    if [set(group) & {id(value) for value in by_name.values()} for group in mine] != [set(group) for group in theirs]:
+    names = {id(value): name for name, value in holding.parameters}
+    mine = [set(_weights(group, names)) for group in holding.optimizer.param_groups]
+    if mine != [set(group["parameters"]) for group in tree["groups"]]:
         raise TaskError(
-            f"the optimizer has other parameter groups than the state to load: {len(mine)} here, {len(theirs)} there"
+            "the optimizer has other parameter groups than the state to load: "
+            f"{len(mine)} here, {len(tree['groups'])} there"
         )
     any_device = next(iter(by_name.values())).device
 

@@ -100,6 +100,15 @@ def whole_name(tensor: str) -> tuple[str, Rows | None]:
     return f"{kind}/{rows.weight}{slash}{key}", rows
 
 
+def is_sharded(tensor: str, masters: Collection[str]) -> bool:
+    """Return whether a tensor belongs to rows of a weight; those of others are the same on all workers.
+
+    `masters`: the weights whose values are sharded too.
+    """
+    found = _TENSOR.fullmatch(tensor)
+    return found is not None and (found[1] != "param" or weight_of(found[2]) in masters)
+
+
 def restrict(
     tensors: Mapping[str, Packed],
     tree: Tree,

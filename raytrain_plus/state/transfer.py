@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state import rows
 from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
@@ -87,6 +88,21 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
     tree = whole_tree([json.loads(snapshot.values) for snapshot in snapshots])
     values = json.dumps(own_tree(tree, all_but(others))).encode()
     return Snapshot(snapshots[0].step, own_tensors(tensors, all_but(others)), values, "")
+
+
+def with_rows(
+    same: Snapshot,
+    parts: Sequence[Snapshot],
+    parameters: Sequence[str],
+    units: Mapping[str, int],
+    masters: Collection[str],
+) -> Snapshot:
+    """Return what `same` has that is the same on all workers, and the state of these rows: see `rows.assemble`."""
+    tensors, tree = rows.assemble(
+        [(part.tensors, json.loads(part.values)) for part in parts], parameters, units, masters
+    )
+    alike = {name: packed for name, packed in same.tensors.items() if not rows.is_sharded(name, masters)}
+    return Snapshot(same.step, alike | tensors, json.dumps(json.loads(same.values) | tree).encode(), "")
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:

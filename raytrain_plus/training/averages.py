@@ -7,13 +7,14 @@ Approximation by Averaging", 1992.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from raytrain_plus.state.holding import AVERAGED
+from raytrain_plus.state.rows import weight_of
 from raytrain_plus.torch_compat import copy_each, lerp_each, put_parameter
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -25,22 +26,22 @@ class Averages:
     def __init__(self, named: Named, modules: Sequence[nn.Module], decay: float) -> None:
         """Begin with the present weights.
 
-        `named`: the weights that the optimizer changes. `modules`: the parts of the model that hold these, or copies of
-        them, under the same names.
+        `named`: the weights that the optimizer changes, or the rows of them that it changes here. `modules`: the parts
+        of the model that hold these weights, or copies of them, under the same names.
         """
         self._weights = [value for _, value in named]
         self._averages = [nn.Parameter(value.detach().clone(), requires_grad=False) for value in self._weights]
         self.named = [(name, average) for (name, _), average in zip(named, self._averages, strict=True)]
         self._decay = decay
-        by_name = dict(self.named)
+        trained = {weight_of(name) for name, _ in named}
         self._slots = []
-        """Every place in the model that holds a trained parameter, with the parameter there and its average."""
+        """Every place in the model that holds a trained parameter, with the parameter there and its name."""
         for module in modules:
             names = {id(value): name for name, value in module.named_parameters()}
             for name, value in module.named_parameters(remove_duplicate=False):
-                if names[id(value)] in by_name:
+                if names[id(value)] in trained:
                     owner, _, attribute = name.rpartition(".")
-                    self._slots.append((module.get_submodule(owner), attribute, value, by_name[names[id(value)]]))
+                    self._slots.append((module.get_submodule(owner), attribute, value, names[id(value)]))
 
     def update(self, counts: MutableMapping[str, int]) -> None:
         """Follow the weights after a step; `counts`, of the state, tell whether it is the first one."""
@@ -52,10 +53,13 @@ class Averages:
         counts[AVERAGED] = 1
 
     @contextmanager
-    def in_model(self) -> Iterator[None]:
-        """Have the model compute with the averages while the context is open; the weights stay where they are."""
-        for owner, attribute, _, average in self._slots:
-            put_parameter(owner, attribute, average)
+    def in_model(self, averages: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Have the model compute with the `averages` while the context is open; the weights stay where they are.
+
+        `averages`: those of all weights, by name.
+        """
+        for owner, attribute, _, name in self._slots:
+            put_parameter(owner, attribute, averages[name])
         try:
             yield
         finally:

@@ -41,7 +41,7 @@ def evaluate(
     """
     state.train(False)
     state.restore_buffers()
-    with torch.no_grad(), state.averaged():
+    with torch.no_grad(), state.averaged(context):
         sums = passes.metric_sums(batches, sorted(hosted), context)
     state.restore_buffers()
     state.train()

@@ -69,6 +69,9 @@ class Steps(Protocol):
     def make(self, steps: range, batches: Callable[[int], Shards], context: StepContext) -> list[Applied]:
         """Compute and apply these steps; `batches` returns the microbatches of one."""
 
+    def complete(self, context: StepContext) -> None:
+        """Bring the weights here that other members changed in the steps, if each changes some of them."""
+
 
 class CheckpointWriter(Protocol):
     """The writer of checkpoints."""
@@ -143,13 +146,15 @@ def train(
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
     profiling: Profiling = not_profiled,
+    incomplete: bool = False,
 ) -> Literal["paused", "finished"]:
     """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
     `stopping` has those, and ends the training early: all members know the same metrics, so they end together.
-    `profiling` opens around steps, and returns the context to make them in.
+    `profiling` opens around steps, and returns the context to make them in. `incomplete`: some member lacks
+    weights that others changed in the step before `first_step`.
     Raises `Interrupted` if the group changes.
     """
     context = _context_of(world, control, timeouts, feed, saving, copying)
@@ -166,9 +171,11 @@ def train(
         copying=copying,
         tell=tell,
     )
+    if incomplete:
+        steps.complete(context)
     boundary.copy(first_step - 1, copying.ready())
     stopping.add(first_step - 1, boundary.evaluate(first_step - 1))
-    step = first_step
+    step, spread_s = first_step, 0.0
     while step < end and not stopping.over:
         limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
         together = range(step, last_together(step, end, steps.every, evaluation, saving) + 1)
@@ -176,10 +183,15 @@ def train(
             control.set_limit(limit_s)
             data, start = _Data(feed, control, limit_s), time.monotonic()
             applied = steps.make(together, data.batches, watched)
-            seconds = time.monotonic() - start
+            seconds = spread_s + time.monotonic() - start
         bars, drawn = steps.passes.bars, first_step + DRAWN in together
         for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
             tell(record)
+        # Reported first: the step is applied, whether or not others live to send what they have changed. The time
+        # counts in the next step.
+        start = time.monotonic()
+        steps.complete(context)
+        spread_s = time.monotonic() - start
         step, flags = together[-1], applied[-1].flags
         boundary.copy(step, not flags.uncopied)
         metrics = boundary.evaluate(step)

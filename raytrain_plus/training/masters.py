@@ -7,12 +7,10 @@ memory. See Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
-
-from raytrain_plus.torch_compat import copy_each
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -30,24 +28,3 @@ def to_bfloat16(named: Named) -> dict[str, nn.Parameter]:
             value.data = value.detach().to(torch.bfloat16)
             value.grad_dtype = torch.float32
     return masters
-
-
-class Masters:
-    """The weights that an optimizer changes: for each trained parameter its master, or itself if it has none."""
-
-    def __init__(self, named: Named, masters: Mapping[str, nn.Parameter]) -> None:
-        """Take the trained parameters, and the masters of those that `to_bfloat16` has rounded."""
-        self.named = [(name, masters.get(name, value)) for name, value in named]
-        self._copies = [value for name, value in named if name in masters]
-        self._masters = [masters[name] for name, _ in named if name in masters]
-
-    def share_gradients(self) -> None:
-        """Let each master have the gradient of its copy."""
-        for master, copy in zip(self._masters, self._copies, strict=True):
-            master.grad = copy.grad
-
-    def copy_to_model(self) -> None:
-        """Write the weights into the model, rounded."""
-        if self._copies:
-            with torch.no_grad():
-                copy_each([copy.data for copy in self._copies], [value.data for value in self._masters])

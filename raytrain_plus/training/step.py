@@ -96,6 +96,12 @@ class SynchronousSteps:
         """Compute and apply these steps; `batches` returns the microbatches of one. See `run`."""
         return [self.run(step, batches(step), context) for step in steps]
 
+    def complete(self, context: StepContext) -> None:
+        """Bring the weights that other members have changed here, if they change others."""
+        if self.state.exchange is not None:
+            context.control.enter("collective")
+            self.state.spread(context)
+
     def run(self, step: int, shards: Shards, context: StepContext) -> Applied:
         """Compute and apply step `step` over the microbatches of the hosted `shards`, with the world's other members.
 

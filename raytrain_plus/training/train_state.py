@@ -8,30 +8,33 @@ step, `finish` applies it here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state
+from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state, rows_held
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.averages import Averages
+from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
-from raytrain_plus.training.masters import Masters
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.part import make_parts
 from raytrain_plus.training.scheduler import build_scheduler
+from raytrain_plus.training.spread import Spread
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.technique import PLAIN, Technique
+from raytrain_plus.training.trained import Trained
 from raytrain_plus.training.verdict import gradient_norm
 
 
@@ -66,11 +69,13 @@ class TrainState:
         bucket_bytes: int = BUCKET_BYTES,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
+        undivided: Collection[str] = (),
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step. Raises
-        `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
+        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step.
+        `undivided`: the weights that the optimizer changes rightly only as a whole. Raises `TaskError` for parameters
+        that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
         self.parts = make_parts(
@@ -85,16 +90,18 @@ class TrainState:
         )
         named = [pair for part in self.parts for pair in part.parameters]
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
-        self._masters = Masters([(name, value) for name, value in named if value.requires_grad], masters)
-        self.named = self._masters.named
-        modules = [part.module for part in self.parts]
-        self._averages = None if technique.decay is None else Averages(self.named, modules, technique.decay)
-        self.optimizer = task.optimizer(self.named) if self.named else None
+        self.trained = Trained([(name, value) for name, value in named if value.requires_grad], masters, undivided)
+        """The weights that the optimizer changes here."""
+        self.optimizer: torch.optim.Optimizer | None = None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
-        self.scheduler = None if self.optimizer is None else build_scheduler(task, self.optimizer)
+        self._build_optimizer()
+        self.exchange: Spread | None = None
+        """Brings weights that other workers change here; None in a generation whose members change all alike."""
+        self._spread_at: int | None = -1
+        """The last step after which the weights of all rows were here, those of other workers too."""
         self.tied = built[0].tied
         """For the whole model: parameters that are copies -> the parameters they copy."""
-        self.sums = StepSums(self.parts, self.named, self.tied, shards=shards, device=device)
+        self.sums = StepSums(self.parts, self.trained.weights, self.tied, shards=shards, device=device)
         """The sums of the step that is being computed, or is held."""
         self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
@@ -120,6 +127,16 @@ class TrainState:
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self.allowed = frozenset(not_finite(model_state(self.holding()).items()))
+
+    @property
+    def named(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer changes here."""
+        return self.trained.named
+
+    @property
+    def complete(self) -> bool:
+        """Whether the weights of all rows are here, those that other workers have changed too."""
+        return self.trained.everything or self._spread_at == self.last_applied
 
     @property
     def ready(self) -> int | None:
@@ -152,7 +169,6 @@ class TrainState:
         self._held = self._ended = None
         factor = 1.0 if loss_scale is None else loss_scale.factor
         self.sums.begin(scales, self.counts.get(METRICS, 0), members, buffers=buffers, loss_factor=factor)
-        self._masters.share_gradients()
 
     def hold(self, summed: Summed) -> None:
         """Hold a step whose sums are all complete here, so that it can be applied."""
@@ -216,6 +232,32 @@ class TrainState:
         else:
             self.last_applied, self._ended = self._ended, None
 
+    def own(self, owned: Pieces) -> None:
+        """Change these rows of the weights from now on; what belongs to them is then to be adopted, if it exists."""
+        if owned == self.trained.owned:
+            return
+        initial = self.last_applied == -1
+        self.discard()
+        self.trained.own(owned)
+        self._build_optimizer()
+        if initial:
+            self.last_applied = self._spread_at = -1
+
+    def joined(self, same: transfer.Snapshot, parts: Sequence[transfer.Snapshot]) -> transfer.Snapshot:
+        """Return the state of the rows that are changed here, out of `parts` that together have them.
+
+        `same` has what is the same on all workers.
+        """
+        names = [name for name, _ in rows_held(self.named)]
+        return transfer.with_rows(same, parts, names, self.trained.units, self.trained.mastered)
+
+    def spread(self, context: StepContext) -> None:
+        """Bring the weights that other workers have changed in the last step here; every member calls it alike."""
+        assert self.exchange is not None, "members change different weights"
+        what = f"the weights that other workers changed in step {self.last_applied}"
+        self.exchange.run(dict(self.trained.weights), "weights", what, context)
+        self._spread_at = self.last_applied
+
     def discard(self) -> None:
         """Hold no state from now on: what is held here belongs to no run."""
         self.last_applied = self._held = self._ended = None
@@ -224,8 +266,10 @@ class TrainState:
         """Replace the state by another worker's."""
         self.discard()
         transfer.load_snapshot(snapshot, self.holding())
-        self._masters.copy_to_model()
+        self.trained.copy_to_model()
         self.restore_buffers()
+        # Of masters it has its own rows, so the model lacks what others have.
+        self._spread_at = None if self.trained.mastered else snapshot.step
         self.last_applied = snapshot.step
 
     def snapshot(self, wanted: Wanted = everything) -> transfer.Snapshot:
@@ -250,11 +294,22 @@ class TrainState:
             self.allowed,
             self.rules,
             () if self._averages is None else self._averages.named,
+            None if self.trained.everything else self.trained.shared,
         )
 
-    def averaged(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the averages of its weights, if there are any."""
-        return nullcontext() if self._averages is None else self._averages.in_model()
+    def averaged(self, context: StepContext | None = None) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the averages of its weights, if there are any.
+
+        `context`: to bring those of other workers here, if there are such.
+        """
+        if self._averages is None:
+            return nullcontext()
+        averages = dict(self._averages.named)
+        if self.exchange is not None and context is not None:
+            whole = self.trained.whole(averages)
+            self.exchange.run(whole, "averages", "the averages of weights that other workers change", context)
+            averages = {name: nn.Parameter(value, requires_grad=False) for name, value in whole.items()}
+        return self._averages.in_model(averages)
 
     def restore_buffers(self) -> None:
         """Put the committed buffers into the model."""
@@ -272,12 +327,21 @@ class TrainState:
         self.parts[0].keys.apply(summed.step)
         if self.optimizer is not None:
             with self.sums.without(summed.absent if self.rules[LEFT_ALONE] else ()):
+                self.trained.share_gradients()
                 self.optimizer.step()
-            self._masters.copy_to_model()
+            self.trained.copy_to_model()
             if self._averages is not None:
                 self._averages.update(self.counts)
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _build_optimizer(self) -> None:
+        """Build optimizer, scheduler and averages of the weights that are changed here."""
+        named, decay = self.named, self.technique.decay
+        self.optimizer = self.task.optimizer(named) if named else None
+        self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
+        modules = [part.module for part in self.parts]
+        self._averages = None if decay is None else Averages(named, modules, decay)
 
     def _make_room(self, totals: StepTotals) -> None:
         """Make room for the step's metrics in the next steps; a part of the state, so that all workers agree."""

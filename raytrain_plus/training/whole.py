@@ -37,6 +37,7 @@ class WholePasses:
 
     def __init__(self, state: TrainState) -> None:
         """Prepare to run the whole model, which `state` is of."""
+        self._state = state
         [self._part] = state.parts
         self._task, self._device, self._shards = state.task, state.device, state.shards
         self._sums, self._rider = state.sums, state.sums.rider
@@ -135,7 +136,12 @@ class WholePasses:
         return gradients
 
     def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
-        """See `passes.ReplicaPasses`: other replicas can copy a step that this one has applied."""
+        """See `passes.ReplicaPasses`.
+
+        Other replicas can copy a step that this one has applied, unless each changes rows of its own.
+        """
+        if self._state.exchange is not None:
+            context.reduce(torch.zeros(1), "summed", f"the other workers' gradient sums of step {step}")
         return status
 
 

@@ -61,6 +61,9 @@ class OverlappingSteps:
         self._counted = counted
         self._remarks = Remarks()
 
+    def complete(self, context: StepContext) -> None:
+        """Do nothing: all members of a ring change the same weights."""
+
     def make(self, steps: range, batches: Callable[[int], Shards], context: StepContext) -> list[Applied]:
         """Compute and apply these steps; `batches`: see `passes.Overlapping`.
 

@@ -26,7 +26,7 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
     if type(task).show is Task.show:
         return None
     state = prepared.own.at(step, WHOLE.stage)
-    if state is None:
+    if state is None or not state.trained.everything:
         return _show_whole(prepared)
     if in_use:
         return None
@@ -38,7 +38,7 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
 
 
 def _show_whole(prepared: Prepared) -> str | None:
-    """Return what the task shows of a model that no worker holds whole: it is loaded from the run's folder."""
+    """Return what the task shows of a model of which this worker holds a part: it is loaded from the run's folder."""
     task, run = prepared.task, prepared.run_folder()
     try:
         local = run.path_of(MODEL)

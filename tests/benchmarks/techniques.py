@@ -25,12 +25,13 @@ from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.masters import Masters, to_bfloat16
+from raytrain_plus.training.masters import to_bfloat16
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trained import Trained
 
 ROWS, STEPS, CLIP_NORM = 8, 2, 1.0
 """Rows and number of the steps that one turn makes."""
@@ -115,7 +116,7 @@ def plain(made: ByteGPT, name: setting_types.Precision) -> Step:
     """Return the step that a user writes by hand."""
     model = build_model(made, 0, CPU).module.train()
     named = list(model.named_parameters())
-    masters = Masters(named, to_bfloat16(named) if name == "bf16-params" else {})
+    masters = Trained(named, to_bfloat16(named) if name == "bf16-params" else {})
     optimizer = made.optimizer(masters.named)
     scheduler = made.scheduler(optimizer)
     dtype = Precision(name).computed_in

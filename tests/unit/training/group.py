@@ -93,6 +93,11 @@ class GroupWorld:
         self._of.submitted.setdefault((name, time_of), {})[self.rank] = tensor
         return _Work(self._of, (name, time_of), operation)
 
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> _Work:
+        into.zero_()
+        into[self.rank] = tensor
+        return self.reduce(into, name)
+
     def close(self) -> None:
         """Do nothing."""
 

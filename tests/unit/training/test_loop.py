@@ -74,6 +74,9 @@ class Steps:
         self._done.append(f"step {step}")
         return [Applied(rows=1, loss=0.5, flags=context.flags(), notes=b"", grad_norm=1.0, reduce_s=0.0)]
 
+    def complete(self, context: StepContext) -> None:
+        """Nothing is sharded."""
+
 
 class Feed:
     def __init__(self) -> None:

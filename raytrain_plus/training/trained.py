@@ -1,0 +1,132 @@
+"""The weights that a worker's optimizer changes: those of the model, their masters, or rows of either.
+
+Where the optimizer's state is sharded, the optimizer gets rows of the weights as parameters of their own, which share
+the memory of the weights. A master (`masters`) has no memory besides its rows. The rows of other workers are not
+changed here: `spread` brings their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.state.rows import OF_ROWS, Rows, rows_of, weight_of
+from raytrain_plus.torch_compat import copy_each
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class _Part(NamedTuple):
+    """A parameter of the optimizer, and the rows of the model's weight that it changes."""
+
+    parameter: nn.Parameter
+    weight: nn.Parameter
+    rows: slice | None
+    """None for all rows."""
+
+    @property
+    def of_weight(self) -> torch.Tensor:
+        """Those rows of the weight."""
+        weight = self.weight.detach()
+        return weight if self.rows is None else weight[self.rows]
+
+
+def units_of(named: Named, undivided: Collection[str]) -> dict[str, int]:
+    """Return how many rows each weight has that can belong to different workers; one if it is not divided."""
+    return {name: 1 if name in undivided or not value.dim() else max(1, len(value)) for name, value in named}
+
+
+class Trained:
+    """See the module docstring."""
+
+    def __init__(
+        self, named: Named, masters: Mapping[str, nn.Parameter] | None = None, undivided: Collection[str] = ()
+    ) -> None:
+        """Begin with all rows of all weights.
+
+        `named`: the trained parameters of the model. `masters`: those that `to_bfloat16` has made, by name.
+        `undivided`: the weights that the optimizer changes rightly only as a whole.
+        """
+        self.weights = list(named)
+        self.units = units_of(named, undivided)
+        """How many rows each weight has: see `units_of`."""
+        self.mastered = frozenset(masters or ())
+        """The weights that have masters."""
+        self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.units.items())
+        """All rows of all weights."""
+        self.owned = self.rows
+        """Those that are changed here."""
+        self.named: Named = [(name, (masters or {}).get(name, value)) for name, value in named]
+        """What the optimizer gets."""
+        self._parts = [_Part(one, value, None) for (_, one), (_, value) in zip(self.named, named, strict=True)]
+
+    @property
+    def everything(self) -> bool:
+        """Whether all rows are changed here."""
+        return self.owned == self.rows
+
+    @property
+    def shared(self) -> Named:
+        """The weights that are the same on all workers: those without masters."""
+        return [(name, value) for name, value in self.weights if name not in self.mastered]
+
+    def own(self, owned: Pieces) -> None:
+        """Change these rows from now on. Masters keep their values only if they had all rows."""
+        before = dict(self.named) if self.everything else {}
+        taken: dict[str, list[Rows]] = {}
+        for rows in rows_of(owned, self.units):
+            taken.setdefault(rows.weight, []).append(rows)
+        named, parts = [], []
+        for name, value in self.weights:
+            # The optimizer gets rows of each weight, so that its groups are the same on all workers.
+            for rows in taken.get(name) or [Rows(name, 0, 0)]:
+                part = self._part(name, value, rows, before.get(name))
+                named.append((rows.name, part.parameter))
+                parts.append(part)
+        self.named, self._parts, self.owned = named, parts, owned
+
+    def _part(self, name: str, weight: nn.Parameter, rows: Rows, master: nn.Parameter | None) -> _Part:
+        at = None if rows.last is None else slice(rows.first, rows.last)
+        if not weight.dim() and at is not None:
+            return _Part(nn.Parameter(weight.detach().reshape(1)[:0]), weight, None)
+        part = _Part(weight, weight, at)
+        if name not in self.mastered:
+            return part if at is None else part._replace(parameter=nn.Parameter(part.of_weight))
+        values = part.of_weight.float() if master is None else master.detach()
+        if master is not None and at is not None:
+            values = values[at].clone()
+        return part._replace(parameter=nn.Parameter(values))
+
+    def share_gradients(self) -> None:
+        """Let each parameter of the optimizer have the gradient of its rows."""
+        for parameter, weight, rows in self._parts:
+            if parameter is weight:
+                continue
+            gradient = weight.grad if parameter.numel() or not weight.numel() else None
+            parameter.grad = gradient if gradient is None or rows is None else gradient[rows]
+
+    def copy_to_model(self) -> None:
+        """Write the masters held here into the model, rounded."""
+        if self.mastered:
+            own = [part for part in self._parts if part.parameter.dtype != part.weight.dtype]
+            with torch.no_grad():
+                copy_each([part.of_weight for part in own], [part.parameter.detach() for part in own])
+
+    def whole(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors of the size of the weights with these values of the rows held here; the rest is undefined.
+
+        `values`: by the names of the optimizer's parameters.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for (name, parameter), part in zip(self.named, self._parts, strict=True):
+            weight = weight_of(name)
+            if weight not in found:
+                found[weight] = torch.empty_like(part.weight, dtype=parameter.dtype).detach()
+            whole = found[weight]
+            if parameter.numel():
+                (whole if part.rows is None else whole[part.rows]).copy_(values[name])
+        return found
