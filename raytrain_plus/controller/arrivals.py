@@ -15,7 +15,9 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import DataChanged, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import PREPARE_S
+from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
 
 log = logging.getLogger(__name__)
@@ -85,7 +87,7 @@ class Arrivals:
         # Asked once the process is there, so that the answer is quick.
         self.loop.ask(name, "clock", then=partial(self._clocked, name, self.clock.unix()))
         self.pulses.add(name, self.clock.now())
-        self.machine.feed(e.Up(name))
+        self.machine.feed(e.Up(name, location.node))
         if self.monitor.is_draining(location.node):
             self.machine.feed(e.Notice(name))
         plan = replace(self.plan, sights=self.roster.sights(location.node), trial=self._is_to_try(name))
@@ -105,9 +107,14 @@ class Arrivals:
     def _prepared(self, name: str, ready: PreparedReport) -> None:
         self.roster.prepared(name, ready)
         group = self.machine.group
-        if ready.layers and group.generation < 0:
-            fitting = self.partitions.fit(group.limits.sizes.stage_counts, group.workers)
-            self.machine.feed(e.Fitted(fitting, self.partitions.parts))
+        if (ready.layers or ready.rows) and group.generation < 0:
+            counts, parts = group.limits.sizes.stage_counts, group.limits.parts
+            if ready.layers:
+                counts = self.partitions.fit(counts, group.workers)
+                parts = self.partitions.parts
+            rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, (count, _, _) in ready.rows.items())
+            row_bytes = {OF_ROWS + name: size for name, (_, size, _) in ready.rows.items()}
+            self.machine.feed(e.Fitted(counts, parts, rows, row_bytes))
         self.machine.feed(e.Ready(name, -1))
 
     def _unprepared(self, name: str, error: RaytrainError) -> None:

@@ -21,6 +21,7 @@ from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, members_in, newest_state
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.owners import Owners, senders
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.manifest import Manifest, join_shares, name_of, void
@@ -140,12 +141,17 @@ class Checkpoints:
         if len(self._writers) > GENERATIONS:
             del self._writers[min(self._writers)]
 
-    def shares(self, number: int, stages: Sequence[Stage]) -> list[ShareOf]:
-        """Return the parts of writers that hold these stages, in the checkpoints with that generation number."""
+    def shares(self, number: int, stages: Sequence[Stage], owners: Owners) -> list[ShareOf]:
+        """Return the parts of writers that hold these stages, in the checkpoints with that generation number.
+
+        `owners`: the rows whose optimizer's state each of them holds, if that is sharded.
+        """
         holders, claim = self._partitions.holders(stages), self._run.claim
+        limits = self._machine.group.limits
+        written = list(senders(limits.rows, limits.row_bytes, owners).values()) if owners else [None] * len(stages)
         return [
-            ShareOf(generation=number, writer=writer, writers=len(stages), holders=holders, claim=claim)
-            for writer in range(len(stages))
+            ShareOf(generation=number, writer=writer, writers=len(stages), holders=holders, rows=rows, claim=claim)
+            for writer, rows in enumerate(written)
         ]
 
     def keep_for_drain(self, command: e.Keep) -> None:
@@ -164,7 +170,12 @@ class Checkpoints:
         self._journal.base += 1
         number = self._journal.base + group.generation
         self._saving.begin(step, number, list(stages))
-        for name, share in zip(stages, self.shares(number, list(stages.values())), strict=True):
+        limits, workers = group.limits, group.workers
+        owners = {
+            name: limits.rows if (owned := workers[name].owned) is None else owned
+            for name in (stages if limits.rows else ())
+        }
+        for name, share in zip(stages, self.shares(number, list(stages.values()), owners), strict=True):
             failed = partial(self._not_kept, name)
             self._loop.ask(name, "keep", self._host.actor, share, failed=failed)
         return True

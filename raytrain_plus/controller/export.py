@@ -27,6 +27,7 @@ from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Donor
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.state.checkpoint import chunked
@@ -127,9 +128,9 @@ class Exporter:
         waiting = [self._begin(worker, "inventory", step, stage) for worker, stage in holders]
         inventories = [wait(EXPORT_S) for wait in waiting]
 
-        def begin(holder: int, names: tuple[str, ...]) -> Callable[[], Sequence[Any]]:
+        def begin(holder: int, pieces: tuple[Piece, ...]) -> Callable[[], Sequence[Any]]:
             worker, stage = holders[holder]
-            wait = self._begin(worker, "tensors", step, stage, names)
+            wait = self._begin(worker, "tensors", step, stage, pieces)
             return lambda: wait(EXPORT_S)
 
         digest = hashlib.sha256()
@@ -146,7 +147,8 @@ class Exporter:
             self._ours()
 
         # Closed here, so that no worker's memory stays referenced.
-        size = self._all_bytes = sum(entry.size for inventory in inventories for entry in inventory if entry.of_model)
+        model = {entry.name: entry.size for inventory in inventories for entry in inventory if entry.of_model}
+        size = self._all_bytes = sum(model.values())
         with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)
         return digest.hexdigest()
@@ -277,6 +279,7 @@ class ModelHandOver:
                 "restore",
                 manifest,
                 self.partitions.layers(stage),
+                self.machine.group.workers[name].owned,
                 then=partial(self._has_read, leads, (name, stage), manifest.step),
                 failed=partial(self._not_shown, leads, manifest.step),
                 errors=(DamagedError, StorageError),
@@ -285,7 +288,7 @@ class ModelHandOver:
     def _has_read(self, leads: tuple[Donor, ...], reader: Donor, step: int, _: object) -> None:
         name, stage = reader
         self._unread.discard(name)
-        self.machine.feed(e.Ready(name, step, stage))
+        self.machine.feed(e.Ready(name, step, stage, self.machine.group.workers[name].owned))
         if self._provide(leads, step) and not self._unread:
             self.exporter.export(leads, step)
 

@@ -112,7 +112,7 @@ class Formation:
         gives = Counter(source.worker for source in given)
         self.replication.begin(view)
         stages = [shape.stage(seat) for seat in range(shape.size)]
-        shares = self.checkpoints.shares(self.journal.base + view.generation, stages)
+        shares = self.checkpoints.shares(self.journal.base + view.generation, stages, command.owners)
         for seat, member in enumerate(view.members):
             replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
@@ -147,7 +147,7 @@ class Formation:
         counts = self.partitions.parameters(view)
         self.journal.formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,
-            self.partitions.replaces(view.shape.stages),
+            self.partitions.replaces(view.shape.stages), self.roster.held_bytes(self.machine.group.owners),
         )  # fmt: skip
 
     def _stand_by(self, view: View) -> None:
@@ -200,6 +200,8 @@ class Formation:
             history=self.journal.history if self.early_stop else {},
             share=share,
             seat=seat,
+            owners=tuple(command.owners.values()),
+            incomplete=command.incomplete,
         )
         self.pulses.left(name, self.clock.now())
         then = self.members.came_out(name, view.generation)
@@ -209,18 +211,31 @@ class Formation:
         """Return, for each member that lacks parts of the state, their sources."""
         view, workers, limits = command.view, self.machine.group.workers, self.machine.group.limits
         stages = {member.worker: view.shape.stage(seat) for seat, member in enumerate(view.members)}
-        takers = {name: stages[name] for name, what in command.lacks.items() if what != "initial"}
+        takers = {
+            name: limits.held(stages[name], command.owners.get(name))
+            for name, what in command.lacks.items()
+            if what != "initial"
+        }
         if not takers:
             return {}
-        holding = {name: stage for name in takers if command.lacks[name] == "stage" and (stage := workers[name].stage)}
+        holding = {
+            name: limits.held(stage, workers[name].owned)
+            for name in takers
+            if command.lacks[name] in ("stage", "rows") and (stage := workers[name].stage)
+        }
         self.replication.check(command.donors, command.first_step - 1)
-        return sources_of(takers, holding, command.donors, limits.pieces, self.partitions.layer_bytes)
+        step = command.first_step - 1
+        providers = {
+            (name, stage): limits.held(stage, workers[name].owned if workers[name].holds == step else None)
+            for name, stage in command.donors
+        }
+        return sources_of(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
 
     def _snapshots(self, sources: Iterable[Source], step: int) -> dict[Source, Any]:
         """Return references to these parts of the state after `step`."""
         generation = self.machine.group.generation
         return {
-            one: self.loop.tell(one.worker, "snapshot", generation, step, one.stage, one.layers)
+            one: self.loop.tell(one.worker, "snapshot", generation, step, one.stage, one.layers, one.rows)
             # Members that lack the same share one.
             for one in dict.fromkeys(sources)
         }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from raytrain_plus.controller.bubble import Bubble, Drawing
@@ -336,12 +337,12 @@ class Journal:
 
     def formed(
         self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float,
-        moved_bytes: int, repartitioned: bool = False,
+        moved_bytes: int, repartitioned: bool = False, optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         """Record that all members of a new generation are in their worlds and have the state.
 
         `params`: how many parameters each member trains. `moved_bytes`: of the state, what came from other workers.
-        `repartitioned`: `parallel.partition` is for more stages.
+        `repartitioned`: `parallel.partition` is for more stages. `optimizer_bytes`: see `roster.seated`.
         """
         self.generation = self.base + view.generation
         self._waiting = ""
@@ -355,7 +356,7 @@ class Journal:
                 self._tell("rescaled", **{"from": len(before), "to": len(self._members)})
         self._tell(
             "view_formed",
-            members=seated(view, self._locations, params),
+            members=seated(view, self._locations, params, optimizer_bytes),
             spares=list(spares),
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,

@@ -165,5 +165,7 @@ class Members:
                 stage=outcome.stage,
                 ready=outcome.ready,
                 copy=outcome.copy,
+                owned=outcome.owned,
+                complete=outcome.complete,
             )
         )

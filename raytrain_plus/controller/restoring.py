@@ -12,6 +12,7 @@ from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.checkpoint import MISSING, find_checkpoint_fault
 from raytrain_plus.state.manifest import Manifest
@@ -49,7 +50,7 @@ class Restoring:
 
     def restore(self, command: e.Restore) -> None:
         """Have a worker read a stage of the newest checkpoint."""
-        self._restore(command.worker, command.stage)
+        self._restore(command.worker, command.stage, command.owned)
 
     def go_back_to(self, step: int, generation: int) -> None:
         """Record it if a generation continues after fewer steps than were committed, or is a controller's first."""
@@ -65,12 +66,12 @@ class Restoring:
         self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
         self._checkpoints.go_back(self._journal.generation, step)
 
-    def _restore(self, name: str, stage: Stage) -> None:
+    def _restore(self, name: str, stage: Stage, owned: Pieces | None) -> None:
         if name not in self._loop:
             return
         if self._checkpoints.publishing:
             # The one being published may be newer, and publishing may remove older ones.
-            self._loop.later(TICK_S, partial(self._restore, name, stage))
+            self._loop.later(TICK_S, partial(self._restore, name, stage, owned))
             return
         manifest = self._checkpoints.newest
         assert manifest is not None, "the machine restores nothing without a checkpoint"
@@ -79,31 +80,39 @@ class Restoring:
             "restore",
             manifest,
             self._partitions.layers(stage),
-            then=lambda _: self._restored(name, stage, manifest),
-            failed=partial(self._failed, name, stage, manifest),
+            owned,
+            then=lambda _: self._restored(name, stage, owned, manifest),
+            failed=partial(self._failed, name, stage, owned, manifest),
             errors=(DamagedError, StorageError),
         )
 
-    def _restored(self, name: str, stage: Stage, manifest: Manifest) -> None:
+    def _restored(self, name: str, stage: Stage, owned: Pieces | None, manifest: Manifest) -> None:
         self._read = manifest
-        self._machine.feed(e.Ready(name, manifest.step, stage))
+        self._machine.feed(e.Ready(name, manifest.step, stage, owned))
 
-    def _failed(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError | StorageError) -> None:
+    def _failed(
+        self,
+        name: str,
+        stage: Stage,
+        owned: Pieces | None,
+        manifest: Manifest,
+        error: DamagedError | StorageError,
+    ) -> None:
         if isinstance(error, DamagedError):
-            self._damaged(name, stage, manifest, error)
+            self._damaged(name, stage, owned, manifest, error)
         else:
-            self._later(name, stage, error)
+            self._later(name, stage, owned, error)
 
-    def _later(self, name: str, stage: Stage, error: OSError) -> None:
+    def _later(self, name: str, stage: Stage, owned: Pieces | None, error: OSError) -> None:
         """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
         self._journal.waits(f"the checkpoint storage: {error}")
-        self._loop.later(RESTORE_AGAIN_S, partial(self._restore, name, stage))
+        self._loop.later(RESTORE_AGAIN_S, partial(self._restore, name, stage, owned))
 
-    def _damaged(self, name: str, stage: Stage, manifest: Manifest, error: DamagedError) -> None:
+    def _damaged(self, name: str, stage: Stage, owned: Pieces | None, manifest: Manifest, error: DamagedError) -> None:
         try:
             hidden = error.what == MISSING and not find_checkpoint_fault(self._run, manifest)
         except OSError as failure:
-            self._later(name, stage, failure)
+            self._later(name, stage, owned, failure)
             return
         if hidden:
             raise InputError(

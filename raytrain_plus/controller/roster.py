@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from raytrain_plus.data.sight import Sight
+from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.view import View
+from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
 
@@ -16,8 +19,16 @@ def who(location: WorkerLocation) -> dict[str, Any]:
     return {"worker": location.worker, "pid": location.pid, "node": location.node}
 
 
-def seated(view: View, locations: Mapping[str, WorkerLocation], params: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Return how events name the members of a view; `params`: how many parameters each of them trains."""
+def seated(
+    view: View,
+    locations: Mapping[str, WorkerLocation],
+    params: Mapping[str, int],
+    optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return how events name the members of a view.
+
+    `params`: how many parameters each of them trains. `optimizer_bytes`: those of its optimizer's state, if sharded.
+    """
     return [
         {
             **who(locations[member.worker]),
@@ -25,6 +36,7 @@ def seated(view: View, locations: Mapping[str, WorkerLocation], params: Mapping[
             "stage": member.place.stage,
             "params": params[member.worker],
             "shards": list(member.shards),
+            **({"optimizer_bytes": optimizer_bytes[member.worker]} if optimizer_bytes else {}),
         }
         for member in view.members
     ]
@@ -78,3 +90,9 @@ class Roster:
     def state_bytes(self) -> int:
         """The size of a copy of the training state; 0 before the first worker is prepared."""
         return max((ready.state_bytes for ready in self._ready.values()), default=0)
+
+    def held_bytes(self, owners: Owners) -> dict[str, int]:
+        """Return the bytes of the optimizer's state that each of these members holds: of the tensors with rows."""
+        rows = next(iter(self._ready.values())).rows if self._ready else {}
+        row_bytes = {OF_ROWS + name: state for name, (_, _, state) in rows.items()}
+        return {name: own.size(row_bytes) for name, own in owners.items()}

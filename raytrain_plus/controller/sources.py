@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.pieces import Pieces, assign, transfers, union
+from raytrain_plus.membership.mesh import Donor, Stage
+from raytrain_plus.membership.pieces import Piece, Pieces, assign, transfers, union
+from raytrain_plus.state.rows import only_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,36 +18,41 @@ class Source:
     stage: Stage
     """The stage that it holds, or of which it keeps a copy."""
     layers: tuple[str, ...] | None
-    """Those of its layers that are wanted, and `state.stages.REST`; None for the whole stage."""
+    """Those of its layers that are wanted, and `state.stages.REST`; None for all that it has."""
+    rows: tuple[Piece, ...] | None = None
+    """The rows whose optimizer's state is wanted; None if that is not sharded and belongs to the layers."""
 
 
 def sources_of(
-    takers: Mapping[str, Stage],
-    holding: Mapping[str, Stage],
-    providers: Sequence[tuple[str, Stage]],
-    pieces: Callable[[Stage], Pieces],
-    layer_bytes: Mapping[str, int],
+    takers: Mapping[str, Pieces],
+    holding: Mapping[str, Pieces],
+    providers: Mapping[Donor, Pieces],
+    piece_bytes: Mapping[str, int],
 ) -> dict[str, tuple[Source, ...]]:
-    """Return, for each member, the source of each missing part of its stage; empty if nothing is missing.
+    """Return, for each member, the source of each missing part of its state; empty if nothing is missing.
 
     A member that has a copy of what it lacks is its own source, and takes only the rest from others.
 
-    `takers`: the stage that each is to hold. `holding`: the stage of the same state that some of them hold already.
-    `providers`: the workers that give this state, each with its stage; together all of it. `pieces`: the parts of a
-    stage.
+    `takers`: what each is to hold. `holding`: what some of them have of the same state. `providers`: the workers that
+    give this state, each with a stage and what it has of that; together all of it. `piece_bytes`: the bytes of a row.
     """
-    held = {provider: pieces(provider[1]) for provider in providers}
     own, wanted = {}, {}
-    for name, stage in takers.items():
-        missing = pieces(stage) - (pieces(holding[name]) if name in holding else Pieces())
-        mine = {provider: held[provider] for provider in providers if provider[0] == name}
-        own[name] = assign(missing & union(mine.values()), mine, layer_bytes)
+    for name, pieces in takers.items():
+        missing = pieces - holding.get(name, Pieces())
+        mine = {provider: has for provider, has in providers.items() if provider[0] == name}
+        own[name] = assign(missing & union(mine.values()), mine, piece_bytes)
         wanted[name] = missing - union(own[name].values())
-    moves = transfers(wanted, held, layer_bytes)
+    moves = transfers(wanted, providers, piece_bytes)
     return {
         name: tuple(
-            Source(worker, stage, None if given == held[worker, stage] else given.names)
-            for (worker, stage), given in (own[name] | moves.get(name, {})).items()
+            _source(provider, given, providers[provider])
+            for provider, given in (own[name] | moves.get(name, {})).items()
         )
         for name in takers
     }
+
+
+def _source(provider: Donor, given: Pieces, has: Pieces) -> Source:
+    rows, of_layers = only_rows(given), has - only_rows(has)
+    layers = None if given - rows == of_layers else (given - rows).names
+    return Source(*provider, layers, tuple(rows) if only_rows(has) else None)

@@ -36,6 +36,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "interleaved": {"parallel": Parallel(pipeline=2, schedule="interleaved")},
     "zero-bubble": {"parallel": Parallel(pipeline=2, schedule="zero-bubble")},
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
+    "sharded": {"parallel": Parallel(sharded="optimizer")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
 }
 

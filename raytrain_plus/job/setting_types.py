@@ -15,6 +15,9 @@ Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "ima
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]
 """The formats of the numbers in forward and backward passes."""
 
+Sharded = Literal["none", "optimizer"]
+"""What of the training state each worker holds in part."""
+
 Recompute = Literal["none", "selective", "full"] | Sequence[str]
 """Which layers are computed again in backward passes: all, or those of these names."""
 

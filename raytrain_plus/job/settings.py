@@ -13,6 +13,7 @@ from raytrain_plus.job.setting_types import (
     Format,
     Precision,
     Recompute,
+    Sharded,
     fields_of,
     fits,
     flatten,
@@ -211,6 +212,21 @@ class Parallel:
 
     microbatches: int = 1
     """Microbatches that each shard's rows of a step are split into. Must divide `batch_size / shards`. Default 1."""
+
+    sharded: Sharded = "none"
+    """What each worker holds in part, to save memory. Default `none`: every worker holds the whole training state.
+
+    `optimizer` (ZeRO stage 1): each worker holds the optimizer's state of some rows of the weights, changes these rows
+    and sends them to the others. The result does not depend on it. With Adam and N workers, a worker's optimizer needs
+    8 bytes for each parameter times `holders` / N.
+    """
+
+    holders: int = 2
+    """Workers that hold the optimizer's state of each row, on different nodes if possible. Default 2; with `sharded`.
+
+    With 2, the loss of one worker costs no step, nor does the next one, once that row has two holders again. If all
+    holders of a row are lost at once, the run goes back to its newest checkpoint; with 1, after any loss.
+    """
 
     @property
     def overlaps(self) -> bool:

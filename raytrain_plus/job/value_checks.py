@@ -251,6 +251,24 @@ def _pipedream(
     return None
 
 
+def _sharded(sharded: str, pipeline: int) -> _Problem:
+    if sharded == "none" or pipeline == 1:
+        return None
+    what = f"the state of a model in {pipeline} stages is not sharded: each stage holds its own part of it"
+    return what, "sharded: none, or parallel.pipeline: 1", ""
+
+
+def _holders(holders: int, sharded: str, maximum: int | None, minimum: int, shards: int) -> _Problem:
+    if holders < 1:
+        return f"{holders} is out of range", "1 or more", ""
+    most = min(minimum if maximum is None else maximum, shards)
+    if sharded == "none" or holders <= most:
+        return None
+    if most == 1:
+        return "the state of one worker is not sharded", "sharded: none, or workers.max of 2 or more", ""
+    return f"{holders} holders of each row, but there are at most {most} workers", f"at most {most}", ""
+
+
 TWO_CHUNKS = ("interleaved", "zero-bubble")
 """Schedules with two chunks of layers per stage."""
 
@@ -477,6 +495,8 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
         ),
         _pipedream,
     ),
+    (("parallel.sharded", "parallel.pipeline"), _sharded),
+    (("parallel.holders", "parallel.sharded", "workers.max", "workers.min", "data.shards"), _holders),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),

@@ -385,5 +385,6 @@ def limits_of(job: Job, steps: int, sizes: SizeTable) -> Limits:
         spares=spares,
         steps=steps,
         max_failures=job.elastic.max_failures,
+        holders=job.parallel.holders,
         expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
     )

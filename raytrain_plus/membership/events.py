@@ -6,22 +6,23 @@ Messages of a generation carry its number; those of any generation but the curre
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from raytrain_plus.membership.mesh import Donor, Stage
+from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.view import View
 
 Why = Literal["paused", "finished", "interrupted", "failed"]
 """Why a member came back: paused at a requested boundary, finished the last step, left a broken world, or failed."""
 
-Lacks = Literal["initial", "newer", "stage"]
+Lacks = Literal["initial", "newer", "stage", "rows"]
 """What a member lacks when its generation begins.
 
 `initial`: the initial state, which it makes by itself. `newer`: the state that others hold, which it takes from them.
 `stage`: its new stage of the state of which it holds another stage, also taken from others. It keeps that other stage
-until a step is made: no other worker may have it.
+until a step is made: no other worker may have it. `rows`: the optimizer's state of rows that it is to hold from now on.
 
 The pieces that it misses do not tell these apart: a member that moves to another stage of the same partition misses all
 of it, as with `newer`, and one that moves from the whole to a stage misses nothing and still rebuilds.
@@ -33,6 +34,7 @@ class Up:
     """A worker's process has started; it is still preparing."""
 
     worker: str
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Ready:
     holds: int | None
     stage: Stage | None = None
     """The stage of that state; None for the initial state, which the worker can make of any stage."""
+    owned: Pieces | None = None
+    """The rows whose optimizer's state belongs to it; None for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,10 @@ class Left:
     """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
     """The newest step of which it has a copy of that stage, made in that generation."""
+    owned: Pieces | None = None
+    """The rows whose optimizer's state belongs to what it holds; None for all."""
+    complete: bool = True
+    """Whether it has the weights of all other rows too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +170,15 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """The layers were measured before any world: only these partitions have no stage too large for a worker."""
+    """The model was measured before any world: only these partitions have no stage too large for a worker."""
 
     stage_counts: tuple[int, ...]
     """Numbers of stages, the requested one first: at least one, of those in the limits."""
     parts: Mapping[Stage, Pieces]
     """The pieces of each stage of these partitions, and of the whole."""
+    rows: Pieces = field(default_factory=Pieces)
+    """See `Limits.rows`."""
+    row_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +231,10 @@ class Join:
     """What each member that does not have the state lacks."""
     again: bool = False
     """Its first steps were made before, in the same history: they are not reported again."""
+    owners: Owners = field(default_factory=dict)
+    """The rows whose optimizer's state each member is to hold, if that is sharded."""
+    incomplete: bool = False
+    """Some member may lack weights that others have changed in the step before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +287,8 @@ class Restore:
     worker: str
     step: int
     stage: Stage
+    owned: Pieces | None = None
+    """The rows whose optimizer's state it reads; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from enum import Enum
 from typing import Any, Literal
 
 from raytrain_plus.membership.mesh import Donor, Shape, Stage
-from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.owners import Owners, shortage
+from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
 
 
@@ -39,11 +40,21 @@ class Limits:
     them."""
     parts: Mapping[Stage, Pieces] = field(default_factory=dict)
     """The pieces of each stage of the possible partitions, and of the whole; empty if the layers are not measured."""
+    rows: Pieces = field(default_factory=Pieces)
+    """The rows of the weights, if each worker holds the optimizer's state of some only; else empty."""
+    row_bytes: Mapping[str, int] = field(default_factory=dict)
+    holders: int = 1
+    """How many workers hold the optimizer's state of each row."""
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage consists of: an equal part of the whole if the layers are not measured."""
         rows = math.lcm(*self.sizes.stage_counts) // stage.of
-        return self.parts.get(stage) or Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)])
+        found = self.parts.get(stage) or Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)])
+        return union([found, self.rows]) if self.rows else found
+
+    def held(self, stage: Stage, owned: Pieces | None) -> Pieces:
+        """Return what a worker has of a stage, given the rows whose optimizer's state it holds; None for all."""
+        return self.pieces(stage) if owned is None else self.pieces(stage) - (self.rows - owned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +72,13 @@ class WorkerStatus:
     without a state."""
     ready: int | None = None
     """The step after `holds`, if it could apply that step too."""
+    owned: Pieces | None = None
+    """The rows of `Limits.rows` whose optimizer's state belongs to that; None for all."""
+    complete: bool = True
+    """Whether it has the weights of all other rows too."""
     copies: frozenset[tuple[int, Stage]] = frozenset()
     """Steps and stages of which it keeps copies in memory, in addition to what it holds."""
+    node: str = ""
     leaving: bool = False
     unwanted: bool = False
     """It leaves because fewer workers are requested; it stays if too few would be left."""
@@ -84,6 +100,10 @@ class Group:
     workers: Mapping[str, WorkerStatus] = field(default_factory=dict)
     named: int = 0
     """The number of workers ever requested: names are never reused."""
+    owners: Owners = field(default_factory=dict)
+    """The rows whose optimizer's state each member holds, if that is sharded."""
+    broken: bool = False
+    """The last world ended by a failure, and no other has formed since: nothing moves that need not."""
     committed: int = -1
     durable: int = -1
     """The step of the newest complete checkpoint; -1 stands for the initial state, which can always be rebuilt."""
@@ -171,26 +191,41 @@ def newest_state(group: Group) -> NewestState | None:
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
     order = {name: place for place, name in enumerate(group.seats)}
     ranked = sorted(idle, key=lambda name: (idle[name].leaving, order.get(name, len(order)), name))
-    held = [(holds(group, name), name, stage) for name in ranked if (stage := idle[name].stage)]
-    copies = [(step, name, stage) for name in ranked for step, stage in idle[name].copies]
-    for newest in sorted({step for step, _, _ in (*held, *copies) if step >= 0}, reverse=True):
+    held = [(holds(group, name), offer) for name in ranked if (offer := _own_offer(group, name))]
+    copies = [(step, _offer(group, name, stage)) for name in ranked for step, stage in idle[name].copies]
+    for newest in sorted({step for step, _ in (*held, *copies) if step >= 0}, reverse=True):
         for offers in (held, [*held, *copies]):
-            donors, missing = cover(group, [(name, stage) for step, name, stage in offers if step == newest])
+            donors, missing = cover(group, [offer for step, offer in offers if step == newest])
             if not missing:
                 return NewestState(newest, donors, offers is not held)
     return NewestState(-1, ()) if idle else None
 
 
-def cover(group: Group, offers: Iterable[Donor]) -> tuple[tuple[Donor, ...], Pieces]:
+Offer = tuple[str, Stage, Pieces]
+"""A worker, a stage that it holds or of which it keeps a copy, and the pieces that it has of it."""
+
+
+def _own_offer(group: Group, name: str) -> Offer | None:
+    """Return what a worker holds itself, if anything."""
+    worker = group.workers[name]
+    return None if worker.stage is None else (name, worker.stage, group.limits.held(worker.stage, worker.owned))
+
+
+def _offer(group: Group, name: str, stage: Stage) -> Offer:
+    """Return what a worker has in a copy: those are made of states that one worker holds whole."""
+    return name, stage, group.limits.pieces(stage)
+
+
+def cover(group: Group, offers: Iterable[Offer]) -> tuple[tuple[Donor, ...], Pieces]:
     """Return the offers needed to have as much of a state as all together, by stage, and what they all lack.
 
     Earlier offers come first, except that stages of the group's partition come before those of any other.
     """
     found, missing = [], group.limits.pieces(Stage())
-    for name, stage in sorted(offers, key=lambda offer: offer[1].of != group.shape.stages):
-        if group.limits.pieces(stage) & missing:
+    for name, stage, pieces in sorted(offers, key=lambda offer: offer[1].of != group.shape.stages):
+        if pieces & missing:
             found.append((name, stage))
-            missing -= group.limits.pieces(stage)
+            missing -= pieces
     return tuple(sorted(found, key=lambda donor: donor[1].number)), missing
 
 
@@ -211,13 +246,13 @@ def recallable(group: Group, best: NewestState) -> tuple[str, ...]:
     Return nobody unless these workers and those that hold parts of it have all of it together.
     """
     idle = {name: worker for name, worker in group.workers.items() if worker.state == "idle"}
-    held = [(name, stage) for name, worker in idle.items() if worker.holds == best.step and (stage := worker.stage)]
+    held = [offer for name, worker in idle.items() if worker.holds == best.step and (offer := _own_offer(group, name))]
     able = [
-        (name, stage)
+        _offer(group, name, stage)
         for name, worker in idle.items()
         if worker.holds != best.step and (stage := worker.stage) and (best.step, stage) in worker.copies
     ]
-    return () if cover(group, [*held, *able])[1] else tuple(dict(able))
+    return () if cover(group, [*held, *able])[1] else tuple(dict.fromkeys(name for name, _, _ in able))
 
 
 def holds(group: Group, name: str) -> int:
@@ -273,4 +308,10 @@ def wants_change(group: Group) -> bool:
     if any(group.workers[name].leaving for name in members_in(group)):
         return True
     # Wait for workers that still prepare, so that all join in one change.
-    return shape.size > len(group.seats) and not preparing(group)
+    return (shape.size > len(group.seats) or unprotected(group)) and not preparing(group)
+
+
+def unprotected(group: Group) -> bool:
+    """Return whether fewer members than wanted hold the optimizer's state of some row, as after a loss."""
+    limits = group.limits
+    return bool(limits.rows and shortage(limits.rows, group.owners, limits.holders))

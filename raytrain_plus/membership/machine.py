@@ -7,7 +7,7 @@ change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -31,7 +31,9 @@ from raytrain_plus.membership.group import (
     with_worker,
     without,
 )
-from raytrain_plus.membership.mesh import seated, stages_of
+from raytrain_plus.membership.mesh import Stage, seated, stages_of
+from raytrain_plus.membership.owners import Owners, balanced, kept, segments
+from raytrain_plus.membership.pieces import Pieces, union
 from raytrain_plus.membership.sizes import FRUITLESS, STARVED_STEPS, backoff_s
 from raytrain_plus.membership.view import form_view
 
@@ -129,8 +131,9 @@ def _go_back(group: Group) -> Outcome:
     if best is not None and best.step >= group.committed:
         # Copies are older by a few steps, and of the same history: nothing of it is undone.
         return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
-    group = _forget(replace(group, again=-1), group.committed)
-    group, read = _restore(group)
+    # What is read is divided evenly.
+    group = _forget(replace(group, again=-1, broken=False), group.committed)
+    group, read = _restore_rows(group) if group.limits.rows else _restore(group)
     group, gathered = _gather(group)
     return group, [*read, *gathered]
 
@@ -165,6 +168,32 @@ def _restore(group: Group) -> Outcome:
             name = able.pop(0)
             group = with_worker(group, name, state="restoring", holds=None, stage=stage)
             commands.append(e.Restore(name, group.durable, stage))
+    return group, commands
+
+
+def _restore_rows(group: Group) -> Outcome:
+    """Have the optimizer's state read from the newest checkpoint, each row by one of as many workers as are needed."""
+    limits, workers, commands = group.limits, group.workers, list[e.Command]()
+    if group.durable < 0:
+        return group, commands
+    have = {
+        name: limits.rows if worker.owned is None else worker.owned
+        for name, worker in workers.items()
+        if worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable and worker.stage)
+    }
+    total = limits.rows.size(limits.row_bytes)
+    able = [name for name in free(group) if workers[name].state == "idle" and name not in have]
+    # If one that read is lost, and no other comes, another reads more.
+    again = [name for name in free(group) if workers[name].state == "idle" and name in have]
+    missing = limits.rows - union(have.values())
+    while missing and (able or again):
+        name = able.pop(0) if able else again.pop(0)
+        shares = round(missing.size(limits.row_bytes) * limits.sizes.fewest / max(1, total))
+        part = missing if name in have else segments(missing, limits.row_bytes, max(1, shares))[0]
+        owned = union([part, have.get(name, Pieces())])
+        group = with_worker(group, name, state="restoring", holds=None, stage=Stage(), owned=owned)
+        commands.append(e.Restore(name, group.durable, Stage(), owned))
+        missing -= part
     return group, commands
 
 
@@ -212,6 +241,7 @@ def _join(group: Group, best: NewestState) -> Outcome:
         if (stage := group.workers[name].stage) and stage.of == shape.stages and holds(group, name) == best.step
     }
     seats = seated(group.seats, group.shape, able, shape, holding)
+    owners = _owners(group, seats, best.step)
     lacks: dict[str, e.Lacks] = {}
     # Sums of a step that was not applied belong to this generation alone.
     workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}
@@ -222,10 +252,15 @@ def _join(group: Group, best: NewestState) -> Outcome:
                 lacks[name] = "initial"
         elif (worker.holds, worker.stage) != (best.step, stage):
             lacks[name] = "stage" if worker.holds == best.step else "newer"
+        elif owners and worker.owned != owners[name]:
+            lacks[name] = "rows"
         workers[name] = replace(worker, state="in", joined=False)
     generation = group.generation + 1
+    givers = (*seats, *(name for name, _ in best.donors))
+    incomplete = bool(owners) and best.step >= 0 and (bool(lacks) or not all(workers[one].complete for one in givers))
     group = replace(
         group,
+        owners=owners,
         phase=Phase.JOIN,
         generation=generation,
         shape=shape,
@@ -237,7 +272,35 @@ def _join(group: Group, best: NewestState) -> Outcome:
         durable=group.durable if best.step < group.again else min(group.durable, best.step),
     )
     view = form_view(generation, seats, shape, limits.sizes.shards)
-    return group, [e.Join(view, best.step + 1, best.donors, lacks, again=best.step < group.again)]
+    join = e.Join(
+        view,
+        best.step + 1,
+        best.donors,
+        lacks,
+        again=best.step < group.again,
+        owners=owners,
+        incomplete=incomplete,
+    )
+    return group, [join]
+
+
+def _owners(group: Group, seats: Sequence[str], step: int) -> Owners:
+    """Return the rows whose optimizer's state each member is to hold; empty if that is not sharded.
+
+    After a failure members keep what they have, so that nothing moves while the training stands still.
+    """
+    limits, workers = group.limits, group.workers
+    if not limits.rows:
+        return {}
+    held = {
+        name: limits.rows if (owned := workers[name].owned) is None else owned
+        for name in seats
+        if step >= 0 and workers[name].holds == step
+    }
+    if group.broken and step >= 0:
+        return kept(limits.rows, limits.row_bytes, seats, held)
+    nodes = {name: workers[name].node for name in seats}
+    return balanced(limits.rows, limits.row_bytes, seats, limits.holders, nodes, held)
 
 
 def _close(group: Group) -> Outcome:
@@ -288,6 +351,7 @@ def _break(group: Group) -> Outcome:
         fruitless=group.fruitless + 1 if same else 1,
         fruitless_at=group.committed,
         unformed=group.unformed + (group.phase is Phase.JOIN),
+        broken=bool(group.limits.rows),
         phase=Phase.LEAVE,
     )
     limit = group.limits.max_failures
@@ -310,7 +374,7 @@ def _last(group: Group) -> str:
 
 def _run(group: Group) -> Outcome:
     """Start training in the formed world, and do what was deferred until now."""
-    group = replace(group, phase=Phase.TRAIN, unformed=0)
+    group = replace(group, phase=Phase.TRAIN, unformed=0, broken=False)
     for name in members_in(group):
         group = with_worker(group, name, proved=True)
     commands: list[e.Command] = []
@@ -354,7 +418,7 @@ def _nothing(group: Group, event: Any) -> Outcome:
 def _up(group: Group, event: e.Up) -> Outcome:
     if group.workers[event.worker].state != "coming":
         return group, []
-    return with_worker(group, event.worker, state="up"), []
+    return with_worker(group, event.worker, state="up", node=event.node), []
 
 
 def _ready(group: Group, event: e.Ready) -> Outcome:
@@ -368,8 +432,9 @@ def _ready(group: Group, event: e.Ready) -> Outcome:
     group = replace(group, stillborn=0 if proved else group.stillborn)
     # State read from a checkpoint that turned out to be unusable does not count.
     void = state == "restoring" and group.workers[event.worker].stage is None
-    held = (None, None) if void else (event.holds, event.stage)
-    return with_worker(group, event.worker, state="idle", holds=held[0], stage=held[1]), []
+    holds, stage = (None, None) if void else (event.holds, event.stage)
+    status = {"state": "idle", "holds": holds, "stage": stage, "owned": event.owned, "complete": True}
+    return with_worker(group, event.worker, **status), []
 
 
 def _ready_gather(group: Group, event: e.Ready) -> Outcome:
@@ -413,7 +478,8 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
 def _fitted(group: Group, event: e.Fitted) -> Outcome:
     limits = group.limits
     sizes = replace(limits.sizes, stage_counts=event.stage_counts)
-    return replace(group, limits=replace(limits, sizes=sizes, parts=event.parts)), []
+    limits = replace(limits, sizes=sizes, parts=event.parts, rows=event.rows, row_bytes=event.row_bytes)
+    return replace(group, limits=limits), []
 
 
 def _copy_missing(group: Group, event: e.CopyMissing) -> Outcome:
@@ -444,7 +510,13 @@ def _committed_join(group: Group, event: e.Committed) -> Outcome:
 
 
 def _out(group: Group, event: e.Left) -> Group:
-    held = {"holds": event.holds, "stage": event.stage, "ready": event.ready}
+    held = {
+        "holds": event.holds,
+        "stage": event.stage,
+        "ready": event.ready,
+        "owned": event.owned,
+        "complete": event.complete,
+    }
     copies = group.workers[event.worker].copies
     if event.copy is not None and event.stage is not None:
         # Its own copy counts as long as it lives, though a buddy may not have it yet.

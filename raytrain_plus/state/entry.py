@@ -22,6 +22,13 @@ class Entry:
     """Its size in bytes."""
     scalar: bytes = b""
     """The value of a tensor without dimensions, as a little-endian float64."""
+    held: tuple[int, int] | None = None
+    """The rows [first, last) that a worker has of it; None for all."""
+
+    @property
+    def rows(self) -> int:
+        """The number of its rows; a tensor without dimensions has one, and so has an empty one."""
+        return (self.shape[0] if self.shape else 1) or 1
 
     @property
     def head(self) -> bytes:

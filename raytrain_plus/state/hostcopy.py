@@ -13,9 +13,11 @@ import torch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.dtypes import DTYPES
+from raytrain_plus.state.held import HeldRows, HeldTensor, held_tensors, of_weights
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.named import bytes_of, dtype_name
-from raytrain_plus.state.shares import share_of
+from raytrain_plus.state.rows import first_rows
+from raytrain_plus.state.shares import MOST_BYTES, share_of
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.state.tree import Json
@@ -30,18 +32,41 @@ class HostMemory:
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, holding: Holding, writer: int, holders: Callable[[str], tuple[int, ...]]) -> tuple[list[Copy], Json]:
+    def copy(
+        self,
+        holding: Holding,
+        writer: int,
+        holders: Callable[[str], tuple[int, ...]],
+        written: HeldRows | None = None,
+    ) -> tuple[list[Copy], Json]:
         """Copy the pieces that `writer` writes; return them and the tree.
 
-        `holders` returns the writers that have a layer, or `state.stages.REST`.
+        `holders` returns the writers that have a layer, or `state.stages.REST`. `written`: if the optimizer's state is
+        sharded, the rows of weights that it writes; the tree then has the optimizer's values of weights whose first
+        rows are among them.
         """
-        tensors, tree = describe_state(holding)
+        described, tree = describe_state(holding)
+        rows: list[HeldTensor] = []
+        tensors = described
+        if written is not None:
+            tensors = {name: value for name, value in described.items() if not of_weights(name, written.units)}
+            rows = held_tensors({name: described[name] for name in described if name not in tensors}, written)
+            tree = {**tree, "optimizer": first_rows(tree["optimizer"], written.owned)}
         shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
         pieces = share_of(writer, shapes, lambda name: holders(layer_of(name) or REST))
-        copied = self._copied([_rows(tensors[name], first, last) for name, first, last in pieces])
+        parts = [
+            (piece, shapes[piece.name][0], tensors[piece.name].dtype, _rows(tensors[piece.name], *piece[1:]))
+            for piece in pieces
+        ]
+        for held in rows:
+            parts += [
+                (piece, held.shape, held.value.dtype, bytes_of(held.slice(piece.first, piece.last)))
+                for piece in held.pieces(MOST_BYTES)
+            ]
+        copied = self._copied([source for _, _, _, source in parts])
         return [
-            Copy(piece, dtype_name(tensors[piece.name].dtype), shapes[piece.name][0], data)
-            for piece, data in zip(pieces, copied, strict=True)
+            Copy(piece, dtype_name(dtype), shape, data)
+            for (piece, shape, dtype, _), data in zip(parts, copied, strict=True)
         ], tree
 
     def snapshot(self, step: int, holding: Holding) -> Snapshot:

@@ -150,7 +150,7 @@ def assemble(
             tensors[_named(kind, parameter, key)] = _concatenated(slices)
         values = taken[0][0].values
         if values is not None:
-            optimizer[parameter] = _renamed(values, f"optim/{taken[0][0].rows.name}/", f"optim/{parameter}/")
+            optimizer[parameter] = renamed(values, f"optim/{taken[0][0].rows.name}/", f"optim/{parameter}/")
     return tensors, {"optimizer": optimizer}
 
 
@@ -208,16 +208,30 @@ def _concatenated(parts: Sequence[Packed]) -> Packed:
     return dtype, (sum(one[1][0] for one in parts), *shape[1:]), np.concatenate([one[2] for one in parts])
 
 
+def first_rows(optimizer: Mapping[str, Any], owned: Iterable[Rows]) -> dict[str, Any]:
+    """Return the trees of those weights whose first rows are `owned`, under the names of the weights.
+
+    `optimizer`: by parameter, which can be rows of a weight.
+    """
+    first = {rows.weight for rows in owned if rows.first == 0}
+    found = {}
+    for parameter, values in optimizer.items():
+        rows = parse_rows(parameter)
+        if rows.weight in first and rows.first == 0:
+            found[rows.weight] = renamed(values, f"optim/{parameter}/", f"optim/{rows.weight}/")
+    return found
+
+
 def _named(kind: str, parameter: str, key: str) -> str:
     return f"{kind}/{parameter}/{key}" if kind == "optim" else f"{kind}/{parameter}"
 
 
-def _renamed(value: Any, before: str, after: str) -> Any:
-    """Return a tree in which the names of tensors that begin with `before` begin with `after`."""
+def renamed(value: Any, before: str, after: str) -> Any:
+    """Return a tree in which the names of tensors that begin with `before` begin with `after` instead."""
     if isinstance(value, list):
-        return [_renamed(one, before, after) for one in value]
+        return [renamed(one, before, after) for one in value]
     if not isinstance(value, dict):
         return value
     if value.get("~") == "tensor":
         return {**value, "name": after + value["name"].removeprefix(before)}
-    return {key: _renamed(one, before, after) for key, one in value.items()}
+    return {key: renamed(one, before, after) for key, one in value.items()}

@@ -84,7 +84,13 @@ def whole_tree(trees: Sequence[Tree]) -> Tree:
         **first,
         "optimizer": {name: state for tree in trees for name, state in tree["optimizer"].items()},
         "groups": [
-            {**group, "parameters": [name for tree in training for name in tree["groups"][number]["parameters"]]}
+            {
+                **group,
+                # Rows of one weight can be in several trees.
+                "parameters": list(
+                    dict.fromkeys(name for tree in training for name in tree["groups"][number]["parameters"])
+                ),
+            }
             for number, group in enumerate(first["groups"] or ())
         ],
         "scales": {name: scale for tree in trees for name, scale in tree["scales"].items()},

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state import rows
 from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
@@ -48,6 +49,21 @@ class Snapshot:
 def take_snapshot(step: int, holding: Holding, wanted: Wanted = everything) -> Snapshot:
     """Return the state after `step`, or some layers of it; on the CPU its tensors share memory with the live ones."""
     return _digested(undigested(step, holding, wanted))
+
+
+def take_rows(
+    step: int, holding: Holding, wanted: Wanted, pieces: Pieces, units: Mapping[str, int], masters: Collection[str]
+) -> Snapshot:
+    """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
+
+    `units`, `masters`: see `rows.assemble`.
+    """
+    everything_here = undigested(step, holding, everything)
+    tree = json.loads(everything_here.values)
+    tensors, optimizer = rows.restrict(everything_here.tensors, tree, pieces, units, masters)
+    same = own_tensors(everything_here.tensors, wanted)
+    tensors = {name: packed for name, packed in same.items() if not rows.is_sharded(name, masters)} | tensors
+    return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
 
 
 def undigested(step: int, holding: Holding, wanted: Wanted) -> Snapshot:
@@ -91,18 +107,19 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
 
 
 def with_rows(
-    same: Snapshot,
-    parts: Sequence[Snapshot],
-    parameters: Sequence[str],
-    units: Mapping[str, int],
-    masters: Collection[str],
+    parts: Sequence[Snapshot], parameters: Sequence[str], units: Mapping[str, int], masters: Collection[str]
 ) -> Snapshot:
-    """Return what `same` has that is the same on all workers, and the state of these rows: see `rows.assemble`."""
-    tensors, tree = rows.assemble(
-        [(part.tensors, json.loads(part.values)) for part in parts], parameters, units, masters
+    """Return a state with these rows, out of parts that together have it: see `rows.assemble`.
+
+    What is the same on all workers comes from the part that has most of it: all.
+    """
+    trees = [json.loads(part.values) for part in parts]
+    tensors, optimizer = rows.assemble(
+        [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, units, masters
     )
-    alike = {name: packed for name, packed in same.tensors.items() if not rows.is_sharded(name, masters)}
-    return Snapshot(same.step, alike | tensors, json.dumps(json.loads(same.values) | tree).encode(), "")
+    alike = [{name: one for name, one in part.tensors.items() if not rows.is_sharded(name, masters)} for part in parts]
+    number = max(range(len(parts)), key=lambda one: len(alike[one]))
+    return Snapshot(parts[0].step, alike[number] | tensors, json.dumps(trees[number] | optimizer).encode(), "")
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:

@@ -17,8 +17,10 @@ from raytrain_plus.state.tensorfile import header
 BATCH = 64 << 20
 """Maximum bytes requested at once; a larger tensor is requested alone."""
 
-Begin = Callable[[int, tuple[str, ...]], Callable[[], Sequence[Any]]]
-"""Starts to fetch these tensors from the holder with this number; the returned function waits for their bytes."""
+Begin = Callable[[int, tuple[Piece, ...]], Callable[[], Sequence[Any]]]
+"""Starts to fetch these pieces of tensors from the holder with this number; the returned function waits for them."""
+Part = tuple[Entry, Piece]
+"""A tensor of the state, and a piece of it."""
 
 
 class Digest(Protocol):
@@ -30,61 +32,74 @@ class Digest(Protocol):
 def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Digest) -> Iterator[Any]:
     """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
-    `inventories`: for each holder, the tensors that it has; a tensor that several have comes from one of them. Raises
-    `Interrupted` if a holder delivers other sizes than its inventory lists.
+    `inventories`: for each holder, the tensors that it has, or rows of them; a row that several have comes from one of
+    them. Raises `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
-    entries = ordered(inventories)
-    exported = set(to_export(entry.name for _, entry in entries))
-    model = [entry for _, entry in entries if entry.name in exported]
+    parts = ordered(inventories)
+    entries = {entry.name: entry for _, (entry, _) in parts}
+    exported = set(to_export(entries))
+    model = [entry for name, entry in entries.items() if name in exported]
     yield header(
         [(entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size) for entry in model], {"format": "pt"}
     )
-    begun: deque[tuple[list[Entry], Callable[[], Sequence[Any]]]] = deque()
-    for holder, batch in batches(entries, BATCH):
+    begun: deque[tuple[list[Part], Callable[[], Sequence[Any]]]] = deque()
+    for holder, batch in batches(parts, BATCH):
         # Fetch the next batch while one is being written.
-        begun.append((batch, begin(holder, tuple(entry.name for entry in batch))))
+        begun.append((batch, begin(holder, tuple(piece for _, piece in batch))))
         if len(begun) > 1:
             yield from _taken(*begun.popleft(), digest, exported)
     while begun:
         yield from _taken(*begun.popleft(), digest, exported)
 
 
-def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Entry]]:
-    """Return every tensor once, by name, with the number of the holder that delivers it."""
+def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Part]]:
+    """Return every row of every tensor once, by name, with the number of the holder that delivers it."""
     entries = {entry.name: entry for inventory in inventories for entry in inventory}
-    held = {holder: Pieces.of(Piece(entry.name) for entry in inventory) for holder, inventory in enumerate(inventories)}
-    given = assign(union(held.values()), held, {name: entry.size for name, entry in entries.items()})
-    holders = {name: holder for holder, pieces in given.items() for name in pieces.names}
-    return [(holders[name], entries[name]) for name in sorted(entries)]
+    held = {
+        holder: Pieces.of(Piece(entry.name, *(entry.held or (0, entry.rows))) for entry in inventory)
+        for holder, inventory in enumerate(inventories)
+    }
+    row_bytes = {name: entry.size // entry.rows for name, entry in entries.items()}
+    given = assign(union(held.values()), held, row_bytes)
+    pieces = sorted((piece, holder) for holder, own in given.items() for piece in own)
+    return [(holder, (entries[piece.name], piece)) for piece, holder in pieces]
 
 
-def batches(entries: Sequence[tuple[int, Entry]], most: int) -> Iterator[tuple[int, list[Entry]]]:
-    """Yield runs of tensors from one holder, of up to `most` bytes, as (holder, tensors).
+def batches(parts: Sequence[tuple[int, Part]], most: int) -> Iterator[tuple[int, list[Part]]]:
+    """Yield runs of pieces from one holder, of up to `most` bytes, as (holder, pieces).
 
-    >>> state = [Entry(name=name, dtype="uint8", shape=(4,), size=4) for name in "abcd"]
-    >>> [(holder, [entry.name for entry in batch]) for holder, batch in batches(list(zip((0, 0, 0, 1), state)), 8)]
+    >>> state = [(Entry(name=name, dtype="uint8", shape=(4,), size=4), Piece(name, 0, 4)) for name in "abcd"]
+    >>> found = batches(list(zip((0, 0, 0, 1), state)), 8)
+    >>> [(holder, [entry.name for entry, _ in batch]) for holder, batch in found]
     [(0, ['a', 'b']), (0, ['c']), (1, ['d'])]
     """
-    batch: list[Entry] = []
+    batch: list[Part] = []
     giver, size = -1, 0
-    for holder, entry in entries:
-        if batch and (holder != giver or size + entry.size > most):
+    for holder, part in parts:
+        if batch and (holder != giver or size + _bytes(part) > most):
             yield giver, batch
             batch, size = [], 0
         giver = holder
-        batch.append(entry)
-        size += entry.size
+        batch.append(part)
+        size += _bytes(part)
     if batch:
         yield giver, batch
 
 
+def _bytes(part: Part) -> int:
+    entry, piece = part
+    return entry.size // entry.rows * (piece.last - piece.first)
+
+
 def _taken(
-    batch: list[Entry], wait: Callable[[], Sequence[Any]], digest: Digest, exported: Collection[str]
+    batch: list[Part], wait: Callable[[], Sequence[Any]], digest: Digest, exported: Collection[str]
 ) -> Iterator[Any]:
-    for entry, data in zip(batch, wait(), strict=True):
-        if memoryview(data).nbytes != entry.size:
-            raise Interrupted(f"{entry.name} arrived with {memoryview(data).nbytes} bytes, expected {entry.size}")
-        digest.update(entry.head)
+    for (entry, piece), data in zip(batch, wait(), strict=True):
+        expected = _bytes((entry, piece))
+        if memoryview(data).nbytes != expected:
+            raise Interrupted(f"{entry.name} arrived with {memoryview(data).nbytes} bytes, expected {expected}")
+        if not piece.first:
+            digest.update(entry.head)
         digest.update(entry.scalar or data)
         if entry.name in exported:
             yield data

@@ -14,6 +14,7 @@ from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
+from raytrain_plus.training.division import divide
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.step import SynchronousSteps
@@ -37,6 +38,7 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
     built = build_chunks(task, job.seed, device, chunks) if chunks else (build_model(task, job.seed, device),)
     if not chunks:
         check_layers(job.recompute, built[0].layers)
+    named = [pair for one in built for pair in one.module.named_parameters() if pair[1].requires_grad]
     state = TrainState(
         task,
         built,
@@ -48,6 +50,7 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         make_wire=_wire(job),
         technique=technique_of(job, device),
         shard_rows=job.data.batch_size // job.data.shards,
+        division=None if job.parallel.sharded == "none" else divide(task, named),
     )
     check_storable(state.holding())
     return state

@@ -8,13 +8,14 @@ step, `finish` applies it here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.data import BUCKET_BYTES
 from raytrain_plus.parallel.half import ring_wire
@@ -22,10 +23,12 @@ from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state, rows_held
+from raytrain_plus.state.rows import weight_of
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
 from raytrain_plus.training.averages import Averages
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.division import Division
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
 from raytrain_plus.training.model import Built
@@ -69,13 +72,13 @@ class TrainState:
         bucket_bytes: int = BUCKET_BYTES,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
-        undivided: Collection[str] = (),
+        division: Division | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
         `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step.
-        `undivided`: the weights that the optimizer changes rightly only as a whole. Raises `TaskError` for parameters
-        that cannot be summed exactly, and for a scheduler that needs an argument.
+        `division`: how the optimizer's state can be divided, if it is to be. Raises `TaskError` for parameters that
+        cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
         self.parts = make_parts(
@@ -90,6 +93,8 @@ class TrainState:
         )
         named = [pair for part in self.parts for pair in part.parameters]
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
+        self.division = division
+        undivided = () if division is None else division.undivided
         self.trained = Trained([(name, value) for name, value in named if value.requires_grad], masters, undivided)
         """The weights that the optimizer changes here."""
         self.optimizer: torch.optim.Optimizer | None = None
@@ -243,13 +248,19 @@ class TrainState:
         if initial:
             self.last_applied = self._spread_at = -1
 
-    def joined(self, same: transfer.Snapshot, parts: Sequence[transfer.Snapshot]) -> transfer.Snapshot:
-        """Return the state of the rows that are changed here, out of `parts` that together have them.
-
-        `same` has what is the same on all workers.
-        """
+    def joined(self, parts: Sequence[transfer.Snapshot]) -> transfer.Snapshot:
+        """Return the state with the rows that are changed here, out of `parts` that together have it."""
         names = [name for name, _ in rows_held(self.named)]
-        return transfer.with_rows(same, parts, names, self.trained.units, self.trained.mastered)
+        return transfer.with_rows(parts, names, self.trained.units, self.trained.mastered)
+
+    def share_rows(self, owners: Sequence[Pieces]) -> None:
+        """Prepare for a world in which each member changes the weights of some rows; `owners`: by rank."""
+        trained = self.trained
+        numbered = dict(zip(map(str, range(len(owners))), owners, strict=True))
+        alike = all(owned == trained.rows for owned in owners)
+        self.exchange = None
+        if not alike:
+            self.exchange = Spread(list(senders(trained.rows, trained.row_bytes, numbered).values()), trained.units)
 
     def spread(self, context: StepContext) -> None:
         """Bring the weights that other workers have changed in the last step here; every member calls it alike."""
@@ -272,13 +283,17 @@ class TrainState:
         self._spread_at = None if self.trained.mastered else snapshot.step
         self.last_applied = snapshot.step
 
-    def snapshot(self, wanted: Wanted = everything) -> transfer.Snapshot:
+    def snapshot(self, wanted: Wanted = everything, rows: Pieces | None = None) -> transfer.Snapshot:
         """Return the committed state, or some layers of it, for a worker that lacks it.
 
-        Must not be called while a step is applied.
+        `rows`: the rows whose optimizer's state is wanted, if each worker has that of some. Must not be called while a
+        step is applied.
         """
         assert self.last_applied is not None, "a partially applied state is never given away"
-        return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
+        if rows is None:
+            return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
+        trained = self.trained
+        return transfer.take_rows(self.last_applied, self.holding(), wanted, rows, trained.units, trained.mastered)
 
     def holding(self) -> Holding:
         """Return references to all parts of the state."""
@@ -338,7 +353,8 @@ class TrainState:
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""
         named, decay = self.named, self.technique.decay
-        self.optimizer = self.task.optimizer(named) if named else None
+        # Rows have the names of their weights, by which a task may choose their group.
+        self.optimizer = self.task.optimizer([(weight_of(name), value) for name, value in named]) if named else None
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
         modules = [part.module for part in self.parts]
         self._averages = None if decay is None else Averages(named, modules, decay)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.state.held import HeldRows
 from raytrain_plus.state.rows import OF_ROWS, Rows, rows_of, weight_of
 from raytrain_plus.torch_compat import copy_each
 
@@ -68,6 +69,20 @@ class Trained:
     def everything(self) -> bool:
         """Whether all rows are changed here."""
         return self.owned == self.rows
+
+    @property
+    def row_bytes(self) -> dict[str, int]:
+        """The bytes of a row of each weight, as pieces name them."""
+        return {OF_ROWS + name: value.nbytes // max(1, self.units[name]) for name, value in self.weights}
+
+    @property
+    def owned_rows(self) -> HeldRows | None:
+        """The rows that are changed here; None if all are."""
+        return None if self.everything else self.held_rows(self.owned)
+
+    def held_rows(self, pieces: Pieces) -> HeldRows:
+        """Return these rows as the state's tensors need them."""
+        return HeldRows(rows_of(pieces, self.units), self.units)
 
     @property
     def shared(self) -> Named:

@@ -15,7 +15,7 @@ from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal
-from raytrain_plus.state.stages import all_but
+from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.early_stop import Stopping
@@ -145,7 +145,7 @@ class Generation:
     def _take_place(self) -> TrainState:
         """Return the state of what this member is to hold, built if it holds something else or must start over."""
         own, control, assignment = self._prepared.own, self._control, self._assignment
-        if own.stage == assignment.layers.stage and assignment.lacks != "initial":
+        if own.stage == assignment.layers.stage and assignment.lacks != "initial" and not self._starts_over(own.state):
             return own.state
         # Building discards what it holds: others copy that first.
         self._prepared.source.wait_until_given(assignment.generation, assignment.gives, control.check)
@@ -155,6 +155,12 @@ class Generation:
         control.check()
         control.enter("joining")
         return state
+
+    def _starts_over(self, state: TrainState) -> bool:
+        """Return whether it has too few rows of the initial state, which nobody can give it."""
+        assignment = self._assignment
+        initial = assignment.first_step == 0 and bool(assignment.owners)
+        return initial and not state.trained.everything and state.trained.owned != assignment.owners[assignment.seat]
 
     def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, float]:
         """Form its worlds, which `stack` leaves, and prepare to make steps in them.
@@ -197,7 +203,13 @@ class Generation:
     def _take_state(self, state: TrainState) -> int:
         """Take the state that this member lacks; return how many bytes came from others."""
         assignment, layers = self._assignment, self._assignment.layers
-        if assignment.lacks not in ("newer", "stage"):
+        owned = assignment.owners[assignment.seat] if assignment.owners else None
+        if owned is not None:
+            state.share_rows(assignment.owners)
+        if assignment.lacks not in ("newer", "stage", "rows"):
+            if owned is not None:
+                # At the beginning of the run; later it has what it is to own.
+                state.own(owned)
             return 0
         step = assignment.first_step - 1
         parts = self._received.take(assignment.generation, step)
@@ -207,7 +219,13 @@ class Generation:
             before = self._prepared.own.before
             assert before is not None, "it holds another stage of the state"
             parts.insert(0, undigested(step, before.state.holding(), all_but(layers.others)))
-        state.adopt(restricted(parts, layers.others))
+        if owned is None:
+            state.adopt(restricted(parts, layers.others))
+            return moved
+        if assignment.lacks == "rows":
+            parts.insert(0, undigested(step, state.holding(), everything))
+        state.own(owned)
+        state.adopt(state.joined(parts))
         return moved
 
     def _form(self, invitation: Invitation) -> World:
@@ -243,6 +261,7 @@ class Generation:
             tell=self._tell,
             control=self._control,
             profiling=not_profiled if self._profiling is None else self._profiling.during,
+            incomplete=assignment.incomplete,
         )
 
     def _tell(self, record: StepRecord | Evaluated) -> None:

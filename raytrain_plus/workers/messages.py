@@ -13,10 +13,11 @@ from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import Share
-from raytrain_plus.state.stages import REST
+from raytrain_plus.state.stages import REST, own_tree
 from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
@@ -72,6 +73,9 @@ class PreparedReport:
     """The approximate size in bytes of a copy of the training state."""
     layers: tuple[Layer, ...] = ()
     """The cost of each layer, if the model is to be partitioned into stages."""
+    rows: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+    """If the optimizer's state is sharded, for each weight its number of rows, the bytes of one, and those of its
+    state."""
     room: int = 0
     """Bytes of memory for the model: of its device, or of its machine, which it may share with others."""
     sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
@@ -122,6 +126,8 @@ class ShareOf:
     """The number of writers."""
     holders: Mapping[str, tuple[int, ...]]
     """For each layer of the model, and `state.stages.REST`, the writers that have it."""
+    rows: Pieces | None = None
+    """If the optimizer's state is sharded, the rows of weights that this worker writes, with that state."""
     claim: Claim | None = None
     """The controller's claim: without it in the run's folder nothing is written there. None if nobody claims the
     run."""
@@ -133,6 +139,13 @@ class ShareOf:
     def first_of(self, layer: str) -> bool:
         """Return whether this worker is the first that has a layer: it writes its values that are not tensors."""
         return self.holders_of(layer)[0] == self.writer
+
+    def own_tree(self, tree: Any) -> Any:
+        """Return the values that are not tensors and that this worker writes; None if there are none."""
+        if self.rows is not None:
+            # The optimizer's values go with the rows.
+            return {**own_tree(tree, self.first_of), "optimizer": tree["optimizer"]}
+        return own_tree(tree, self.first_of) if any(map(self.first_of, self.holders)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +197,10 @@ class Assignment:
     """Its seat in the group's shape."""
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
+    owners: tuple[Pieces, ...] = ()
+    """If the optimizer's state is sharded, the rows of which each member holds it, by seat."""
+    incomplete: bool = False
+    """Whether some member may lack weights that others have changed in the step before the first."""
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """The metrics of all reported evaluations that count, by step, if they can end the run (`early_stop`)."""
 
@@ -201,6 +218,10 @@ class Outcome:
     """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
     """The newest step of that generation of which it has a copy of that stage."""
+    owned: Pieces | None = None
+    """If the optimizer's state is sharded, the rows of which it has it."""
+    complete: bool = True
+    """Whether it has the weights of all other rows too."""
     squares: Mapping[str, float] = field(default_factory=dict)
     """The squares of the norms of all gradients of step `holds`, if gradients are clipped."""
     error: RaytrainError | None = None

@@ -20,6 +20,7 @@ from raytrain_plus.job.task_loader import as_task_error, load_function, load_tas
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
@@ -57,6 +58,11 @@ class Prepared:
     copier: Copier
     saver: Saver
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each worker holds the optimizer's state of some rows only."""
+        return self.plan.job.parallel.sharded != "none"
+
     def run_folder(self) -> Folder:
         """Open the run's folder."""
         return open_folder(self.plan.folder)
@@ -70,7 +76,9 @@ class Prepared:
             holds=now.state.last_applied,
             why=why,
             stage=now.stage,
-            ready=now.state.ready if now.stage.of > 1 else None,
+            ready=now.state.ready if now.stage.of > 1 or self.sharded else None,
+            owned=now.state.trained.owned if self.sharded else None,
+            complete=now.state.complete,
             copy=self.copier.own(),
             squares=now.state.squares,
             copied=self.saver.copied,
@@ -114,7 +122,13 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
             check_alike(trial, built, f"task: {job.task}")
     copier = Copier(worker, own.holding, job.elastic.copy_every)
     best = job.best is not None
-    saver = Saver(open_folder(plan.folder), own.holding, job.checkpoint.every_steps, best)
+    saver = Saver(
+        open_folder(plan.folder),
+        own.holding,
+        job.checkpoint.every_steps,
+        best,
+        lambda pieces: own.state.trained.held_rows(pieces),
+    )
     feeds = Feeds(plan, task.collate, transform)
     if job.parallel.pipeline == 1:
         ready, classes = _size_of(own.state), KNOWN
@@ -187,7 +201,19 @@ def _size_of(state: TrainState) -> PreparedReport:
         parameters=sum(value.numel() for value in trained),
         # An optimizer has two numbers, as a rule, for each weight that it trains.
         state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
+        rows=_row_sizes(state),
     )
+
+
+def _row_sizes(state: TrainState) -> dict[str, tuple[int, int, int]]:
+    """Return the rows of each weight, and their bytes, if the state can be divided: see `PreparedReport.rows`."""
+    trained, division = state.trained, state.division
+    if division is None:
+        return {}
+    row_bytes = trained.row_bytes
+    return {
+        name: (count, row_bytes[OF_ROWS + name], division.state_bytes[name]) for name, count in trained.units.items()
+    }
 
 
 def _size_of_layers(found: tuple[Layer, ...], device: torch.device) -> PreparedReport:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from raytrain_plus.errors import RaytrainError, StorageError, TrainingError, WaitExpired
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.checkpoint import Copy, write_share
 from raytrain_plus.state.finite import check_finite, tensor_of
+from raytrain_plus.state.held import HeldRows
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
-from raytrain_plus.state.stages import own_tree
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, outage_of
@@ -41,8 +42,20 @@ class Part:
 class Saver:
     """Implements `training.loop.CheckpointWriter`."""
 
-    def __init__(self, run: Folder, holding: Callable[[], Holding], every_steps: int | None, best: bool) -> None:
-        """Save into this folder; `best`: whether every evaluated state is saved, so that the best one is kept."""
+    def __init__(
+        self,
+        run: Folder,
+        holding: Callable[[], Holding],
+        every_steps: int | None,
+        best: bool,
+        held_rows: Callable[[Pieces], HeldRows] | None = None,
+    ) -> None:
+        """Save into this folder.
+
+        `best`: whether every evaluated state is saved, so that the best one is kept. `held_rows` returns rows of
+        weights as a copy needs them, if the optimizer's state is sharded.
+        """
+        self._held_rows = held_rows
         self._run = run
         self._holding = holding
         self._every_steps = every_steps
@@ -116,7 +129,9 @@ class Saver:
                 raise WaitExpired(f"of an earlier checkpoint nothing was written for {STILL_S:g} s")
         began, start = time.time(), time.monotonic()
         holding = self._holding()
-        copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of)
+        rows = part.of.rows
+        written = None if rows is None or self._held_rows is None else self._held_rows(rows)
+        copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of, written)
         stall_s = time.monotonic() - start
         self._free.clear()
         self._open = step, part.of.generation
@@ -129,7 +144,7 @@ class Saver:
                 writer=part.of.writer,
                 writers=part.of.writers,
                 share=share,
-                tree=own_tree(tree, part.of.first_of) if any(map(part.of.first_of, part.of.holders)) else None,
+                tree=part.of.own_tree(tree),
                 metrics=dict(metrics),
                 time=began,
                 stall_s=stall_s,

@@ -9,16 +9,19 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.finite import check_finite
+from raytrain_plus.state.held import HeldTensor, held_tensors
 from raytrain_plus.state.holding import saved_model, scale_values
-from raytrain_plus.state.named import bytes_of, entry_of, optimizer_state, state_sha256
+from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
+from raytrain_plus.state.rows import is_sharded
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
 from raytrain_plus.training.train_state import TrainState
@@ -37,17 +40,28 @@ class StateSource:
         self._giving = threading.Lock()
         self._given: Counter[int] = Counter()
         """For each generation, how often others were given a state that they begin it with."""
-        self._copied: tuple[tuple[int, Stage], Mapping[str, torch.Tensor]] | None = None
+        self._copied: tuple[tuple[int, Stage], Sequence[HeldTensor]] | None = None
         """The tensors of the copy that is being read, by step and stage."""
 
-    def snapshot(self, generation: int, step: int, stage: Stage, layers: Collection[str] | None = None) -> Snapshot:
+    def snapshot(
+        self,
+        generation: int,
+        step: int,
+        stage: Stage,
+        layers: Collection[str] | None = None,
+        rows: Sequence[Piece] | None = None,
+    ) -> Snapshot:
         """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
 
-        `layers`: those of its layers that are wanted (`state.stages.REST` for what belongs to none); None for all. This
-        worker is between two steps, and stays so until the other has copied the state.
+        `layers`: those of its layers that are wanted (`state.stages.REST` for what belongs to none); None for all.
+        `rows`: the rows whose optimizer's state is wanted; None if that is not sharded. This worker is between two
+        steps, and stays so until the other has copied the state.
         """
         own, wanted = self._own.at(step, stage), everything if layers is None else layers.__contains__
-        snapshot = self.copy_of(step, stage, layers) if own is None else own.snapshot(wanted)
+        if own is None:
+            snapshot = self.copy_of(step, stage, layers)
+        else:
+            snapshot = own.snapshot(wanted, None if rows is None else Pieces.of(rows))
         with self._giving:
             self._given[generation] += 1
         return snapshot
@@ -82,13 +96,13 @@ class StateSource:
         if not self.has(step, stage):
             raise Interrupted(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
         state = self._state(step, stage)
-        check_finite(state.items(), self._allowed(step, stage), step)
-        return [entry_of(name, value) for name, value in state.items()]
+        check_finite(((held.name, held.value) for held in state), self._allowed(step, stage), step)
+        return [held.entry for held in state]
 
-    def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
-        """Return the bytes of the named tensors."""
+    def tensors(self, step: int, stage: Stage, pieces: Sequence[Piece]) -> list[Array]:
+        """Return the bytes of these pieces of tensors."""
         state = self._state(step, stage)
-        found = [bytes_of(state[name].cpu()).numpy() for name in names]
+        found = [_rows_of(state, piece) for piece in pieces]
         # Check that it still is that state.
         self._state(step, stage)
         return found
@@ -100,22 +114,31 @@ class StateSource:
         found = self._copier.find(step, stage)
         return () if found is None else json.loads(found.values)["allowed"]
 
-    def _state(self, step: int, stage: Stage) -> Mapping[str, torch.Tensor]:
+    def _state(self, step: int, stage: Stage) -> Sequence[HeldTensor]:
         """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._own.at(step, stage)) is not None:
             self._copied = None
-            return _hashed_tensors(own)
+            return held_tensors(_hashed_tensors(own), own.trained.owned_rows)
         if self._copied is None or self._copied[0] != (step, stage):
             found = self._copier.find(step, stage)
             if found is None:
                 raise Interrupted(f"{self._worker} no longer has a copy of {stage} of step {step}")
-            self._copied = (step, stage), hashed(found)
+            self._copied = (step, stage), held_tensors(hashed(found), None)
         return self._copied[1]
 
 
 def sha256_of(state: TrainState) -> str:
-    """Return the hash of a state: see `state.named`."""
-    return state_sha256(_hashed_tensors(state))
+    """Return the hash of a state (see `state.named`), or where it is sharded, of what all workers have of it."""
+    tensors = _hashed_tensors(state)
+    if not state.trained.everything:
+        tensors = {name: value for name, value in tensors.items() if not is_sharded(name, state.trained.mastered)}
+    return state_sha256(tensors)
+
+
+def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
+    """Return the bytes of a piece of a tensor."""
+    held = next(one for one in state if one.name == piece.name and one.first <= piece.first and piece.last <= one.last)
+    return bytes_of(held.slice(piece.first, piece.last).cpu()).numpy()
 
 
 def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:

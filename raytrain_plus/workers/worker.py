@@ -20,6 +20,7 @@ from raytrain_plus.collective.interrupt import close_connections
 from raytrain_plus.errors import DataChanged, RaytrainError
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
@@ -40,6 +41,7 @@ from raytrain_plus.workers.messages import (
 from raytrain_plus.workers.notices import hear_notices
 from raytrain_plus.workers.prepared import Prepared, prepare_worker
 from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.restored import restore
 from raytrain_plus.workers.show import show_model
 from raytrain_plus.workers.task_error import as_training_error
 from raytrain_plus.workers.warm_up import warm_up
@@ -121,13 +123,13 @@ class Worker:
         if not self._stale(generation, "a copy of the state"):
             self._received.fetch(generation, sources)
 
-    def restore(self, manifest: Manifest, layers: Layers) -> None:
-        """Load the state, or a stage's, from a checkpoint.
+    def restore(self, manifest: Manifest, layers: Layers, owned: Pieces | None = None) -> None:
+        """Load the state, or a stage's, from a checkpoint; `owned`: only the optimizer's state of these rows.
 
         Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
         """
         prepared = self._prepared
-        self._do(lambda: between.restore(prepared, manifest, layers))
+        self._do(lambda: restore(prepared, manifest, layers, owned))
 
     def keep(self, controller: Any, share: ShareOf) -> None:
         """Write this worker's share of a checkpoint of the state that it holds, while it is in no generation."""
@@ -153,9 +155,16 @@ class Worker:
             log.warning("a copy could not be loaded", exc_info=True)
             return replace(prepared.outcome("interrupted"), holds=None, ready=None, fault=str(error))
 
-    def snapshot(self, generation: int, step: int, stage: Stage, layers: Collection[str] | None = None) -> Snapshot:
-        """Return that stage's state after `step`, or some layers of it: see `StateSource.snapshot`."""
-        return self._prepared.source.snapshot(generation, step, stage, layers)
+    def snapshot(
+        self,
+        generation: int,
+        step: int,
+        stage: Stage,
+        layers: Collection[str] | None = None,
+        rows: Sequence[Piece] | None = None,
+    ) -> Snapshot:
+        """Return that stage's state after `step`, or some of it: see `StateSource.snapshot`."""
+        return self._prepared.source.snapshot(generation, step, stage, layers, rows)
 
     def has_copy(self, step: int, stage: Stage) -> bool:
         """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""
@@ -168,9 +177,9 @@ class Worker:
         """
         return self._prepared.source.inventory(step, stage)
 
-    def tensors(self, step: int, stage: Stage, names: Sequence[str]) -> list[Array]:
-        """Return the bytes of the named tensors."""
-        return self._prepared.source.tensors(step, stage, names)
+    def tensors(self, step: int, stage: Stage, pieces: Sequence[Piece]) -> list[Array]:
+        """Return the bytes of these pieces of tensors."""
+        return self._prepared.source.tensors(step, stage, pieces)
 
     def show(self, step: int) -> str | None:
         """Return what the task shows of the model after `step`, which is in the run's folder."""

@@ -16,6 +16,7 @@ from raytrain_plus.controller import export
 from raytrain_plus.controller.export import Exported, Exporter
 from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLost
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
 from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.storage.local import LocalFolder
@@ -34,7 +35,9 @@ class Workers:
     def __init__(self, before: Callable[[str, str], None] = lambda worker, method: None) -> None:
         self.before = before
 
-    def begin(self, worker: str, method: str, step: int, stage: Stage, names: Sequence[str] = ()) -> Callable[..., Any]:
+    def begin(
+        self, worker: str, method: str, step: int, stage: Stage, pieces: Sequence[Piece] = ()
+    ) -> Callable[..., Any]:
         state = HELD[worker, stage]
         assert step == 7
 
@@ -42,7 +45,7 @@ class Workers:
             self.before(worker, method)
             if method == "inventory":
                 return [entry_of(name, value) for name, value in state.items()]
-            return [bytes_of(state[name]).numpy() for name in names]
+            return [bytes_of(state[piece.name]).numpy() for piece in pieces]
 
         return wait
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.state.stages import REST
 
@@ -30,7 +30,12 @@ def pieces(stage: Stage) -> Pieces:
 def sources(
     takers: Mapping[str, Stage], holding: Mapping[str, Stage], providers: Sequence[tuple[str, Stage]]
 ) -> dict[str, tuple[Source, ...]]:
-    return sources_of(takers, holding, providers, pieces, BYTES)
+    return sources_of(
+        {name: pieces(stage) for name, stage in takers.items()},
+        {name: pieces(stage) for name, stage in holding.items()},
+        {provider: pieces(provider[1]) for provider in providers},
+        BYTES,
+    )
 
 
 def test_a_newcomer_takes_its_whole_stage_from_its_holder() -> None:
@@ -113,3 +118,17 @@ def test_a_repartition_moves_exactly_the_missing_layers(before: int, after: int)
     for name, stage in holding.items():
         kept += (pieces(stage) & pieces(takers[name])).size(BYTES)
     assert moved == all_bytes - kept
+
+
+def test_rows_come_from_those_who_hold_them_and_the_rest_from_one() -> None:
+    rows = {name: Pieces.of([Piece("optim/w", *pair)]) for name, pair in {"a": (0, 4), "b": (2, 8)}.items()}
+    rest = Pieces.of([Piece(REST)])
+    providers = {(name, Stage()): union([rest, own]) for name, own in rows.items()}
+    wanted = Pieces.of([Piece("optim/w", 1, 8)])
+    found = sources_of({"x": union([rest, wanted])}, {}, providers, {REST: 0, "optim/w": 4})["x"]
+    assert Pieces.of(piece for one in found for piece in one.rows or ()) == wanted
+    assert sorted(str(one.layers) for one in found) == ["()", "None"]
+    # A member that keeps its weights takes rows alone.
+    held = union([rest, rows["a"]])
+    [one] = sources_of({"a": union([rest, wanted])}, {"a": held}, providers, {REST: 0, "optim/w": 4})["a"]
+    assert one == Source("b", Stage(), (), (Piece("optim/w", 4, 8),))

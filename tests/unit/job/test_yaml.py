@@ -339,6 +339,8 @@ FREE = {
     "workers.gpus": "1",
     "parallel.pipeline": "1",
     "parallel.schedule": "gpipe",
+    "parallel.sharded": "optimizer",
+    "parallel.holders": "1",
     "parallel.partition": "[a, b]",
     "parallel.commit_every": "4",
     "collective": "torch",
@@ -363,9 +365,12 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    # Stages and skipped rows do not go together.
-    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key != "data.on_error")
-    before, after = load(tmp_path, text), load(tmp_path, text, f"{key}={(KEPT | FREE)[key]}")
+    # Stages go together with neither skipped rows nor a sharded state.
+    alone = ("data.on_error", "parallel.sharded")
+    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key not in alone)
+    # The state of one worker is not sharded.
+    size = ["workers.min=2"] * (key == "parallel.sharded")
+    before, after = load(tmp_path, text, *size), load(tmp_path, text, *size, f"{key}={(KEPT | FREE)[key]}")
     assert before != after
     assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.errors import Interrupted
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state import whole
+from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
 from raytrain_plus.state.whole import model_file
 
@@ -42,11 +45,19 @@ def test_the_examples_hold() -> None:
     assert doctest.testmod(whole).failed == 0
 
 
-def written(stages: Sequence[State], given: Callable[[torch.Tensor], Any] = lambda value: value) -> tuple[bytes, str]:
+def rows(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return value[piece.first : piece.last] if value.dim() else value
+
+
+def written(
+    stages: Sequence[State],
+    given: Callable[[torch.Tensor], Any] = lambda value: value,
+    entry: Callable[[str, torch.Tensor], Entry] = entry_of,
+) -> tuple[bytes, str]:
     """Return the file and the hash; assert that at most two batches are fetched at once."""
     coming = 0
 
-    def begin(holder: int, names: tuple[str, ...]) -> Callable[[], Sequence[Any]]:
+    def begin(holder: int, pieces: tuple[Piece, ...]) -> Callable[[], Sequence[Any]]:
         nonlocal coming
         coming += 1
         assert coming <= 2
@@ -54,11 +65,11 @@ def written(stages: Sequence[State], given: Callable[[torch.Tensor], Any] = lamb
         def wait() -> Sequence[Any]:
             nonlocal coming
             coming -= 1
-            return [given(bytes_of(stages[holder][name]).numpy()) for name in names]
+            return [given(bytes_of(rows(stages[holder][piece.name], piece)).numpy()) for piece in pieces]
 
         return wait
 
-    inventories = [[entry_of(name, value) for name, value in stage.items()] for stage in stages]
+    inventories = [[entry(name, value) for name, value in stage.items()] for stage in stages]
     digest = hashlib.sha256()
     file = b"".join(bytes(piece) for piece in model_file(inventories, begin, digest))
     return file, digest.hexdigest()
@@ -81,3 +92,22 @@ def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, mo
 def test_a_tensor_of_another_size_than_listed_is_refused() -> None:
     with pytest.raises(Interrupted, match=r"buffer/0.count arrived with 7 bytes, expected 8"):
         written(STAGES, lambda data: data[:-1])
+
+
+@pytest.mark.parametrize("most", [1, 30, 1 << 20])
+def test_rows_of_several_holders_make_the_same_file(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole, "BATCH", most)
+    holders = 0
+
+    def entry(name: str, value: torch.Tensor) -> Entry:
+        """The first holder has the first rows, the second the rest and one row more."""
+        nonlocal holders
+        one = entry_of(name, value)
+        holders += name == "param/0.weight"
+        if one.rows < 3:
+            return one
+        return replace(one, held=(0, 2) if holders == 1 else (1, one.rows))
+
+    file, sha = written([WHOLE, WHOLE], entry=entry)
+    assert (file, sha) == written([WHOLE])
+    assert holders == 2

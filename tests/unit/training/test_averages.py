@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.job.setting_types import Precision as Name
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.named import bytes_of, entry_of
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.training.evaluation import evaluate
@@ -100,8 +101,8 @@ def test_a_file_of_the_model_holds_them_in_place_of_the_weights() -> None:
     state = _hashed_tensors(one.state)
     digest = hashlib.sha256()
 
-    def begin(_: int, names: tuple[str, ...]) -> Any:
-        return lambda: [bytes_of(state[name]).numpy() for name in names]
+    def begin(_: int, pieces: tuple[Piece, ...]) -> Any:
+        return lambda: [bytes_of(state[piece.name]).numpy() for piece in pieces]
 
     pieces = model_file([[entry_of(name, value) for name, value in state.items()]], begin, digest)
     written = safetensors.torch.load(b"".join(bytes(piece) for piece in pieces))

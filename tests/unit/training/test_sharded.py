@@ -24,6 +24,7 @@ from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import hashed, undigested, with_rows
 from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.division import Division
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
@@ -103,7 +104,7 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = ()) -> Synchr
         bucket_bytes=300,
         technique=technique,
         shard_rows=4,
-        undivided=undivided,
+        division=Division(frozenset(undivided), {}),
     )
     return whole_steps(state)
 
@@ -140,7 +141,7 @@ def sha256(states: Sequence[TrainState]) -> str:
     parts = [undigested(0, state.holding(), everything) for state in states]
     trained = states[0].trained
     names = [name for name, _ in trained.weights]
-    return state_sha256(hashed(with_rows(parts[0], parts, names, trained.units, trained.mastered)))
+    return state_sha256(hashed(with_rows(parts, names, trained.units, trained.mastered)))
 
 
 class Sharded:
@@ -203,7 +204,7 @@ class Sharded:
             self.moved += self.broken and name in able
             replicated = whole_parts[name if name in able else able[0]]
             mine.own(owners[name])
-            mine.adopt(mine.joined(replicated, list(whole_parts.values())))
+            mine.adopt(mine.joined([replicated, *whole_parts.values()]))
         if any(one != rows for one in owners.values()):
             sent = list(senders(rows, row_bytes, owners).values())
             for steps in self.members.values():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raytrain_plus.errors import Interrupted, RunError, TrainingError
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.transfer import snapshot_digest
 from raytrain_plus.workers.messages import WHOLE, Sent
@@ -44,15 +45,15 @@ def test_what_is_neither_held_nor_copied_is_not_given(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="nor a copy of it"):
         source.inventory(0, STAGE)
     with pytest.raises(Interrupted, match="no longer has a copy"):
-        source.tensors(0, STAGE, ["param/first.weight"])
+        source.tensors(0, STAGE, [Piece("param/first.weight")])
 
 
 def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_path: Path) -> None:
     prepared = member(tmp_path)
     one, source = prepared.own.state, prepared.source
     entries, given = source.inventory(-1, STAGE), source.snapshot(3, -1, STAGE)
-    names = [entry.name for entry in entries]
-    bytes_before = [bytes(data) for data in source.tensors(-1, STAGE, names)]
+    pieces = [Piece(entry.name, 0, entry.rows) for entry in entries]
+    bytes_before = [bytes(data) for data in source.tensors(-1, STAGE, pieces)]
     copied(prepared, -1)
     with torch.no_grad():
         for _, value in one.named:
@@ -62,7 +63,7 @@ def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_p
     again = source.snapshot(3, -1, STAGE)
     assert given.digest == again.digest == snapshot_digest(-1, again.tensors, again.values)
     assert source.inventory(-1, STAGE) == entries
-    assert [bytes(data) for data in source.tensors(-1, STAGE, names)] == bytes_before
+    assert [bytes(data) for data in source.tensors(-1, STAGE, pieces)] == bytes_before
     assert one.snapshot().digest != given.digest
 
 

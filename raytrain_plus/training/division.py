@@ -1,0 +1,132 @@
+"""Find out which weights a task's optimizer changes alike in parts: rows of them, or only whole ones.
+
+AdamW, SGD, RMSprop and Adagrad treat each value of a weight by itself, so rows can be changed by different workers.
+Others need a whole weight, such as Adafactor, which keeps sums over rows and columns. Nothing is assumed: the optimizer
+makes some steps on small copies of the weights, divided and not, and the bits are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.task import Task
+from raytrain_plus.training.randomness import random_key, set_random_key
+
+STEPS = 3
+ROWS = 7
+"""The rows of a copy; a number that vector instructions do not divide evenly."""
+LONG = 67
+"""The values of a copy of a weight with one dimension."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the optimizer's state can be divided."""
+
+    undivided: frozenset[str]
+    """The weights that are changed alike only as a whole."""
+    state_bytes: Mapping[str, int]
+    """The bytes of each weight's optimizer state: of a row, or of the whole if it is undivided."""
+
+
+def divide(task: Task, named: Named) -> Division:
+    """Return how the state of the task's optimizer can be divided among workers.
+
+    Raises `TaskError` if a weight's change depends on other weights: then it cannot be divided at all.
+    """
+    device = named[0][1].device if named else torch.device("cpu")
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        return _divided(task, named)
+
+
+def _divided(task: Task, named: Named) -> Division:
+    copies = {name: _copy(value) for name, value in named}
+    whole, state = _changed(task, {name: [value] for name, value in copies.items()})
+    rows, _ = _changed(task, {name: _cut(value) for name, value in copies.items()})
+    undivided = frozenset(
+        name
+        for name, value in copies.items()
+        if not (_same(whole[name], rows[name]) and _by_rows(state[name], value)) or not value.dim()
+    )
+    # Each worker's optimizer has other weights, whole ones and rows.
+    names = list(copies)
+    for part in (names[::2], names[1::2]) if len(names) > 1 else (names,):
+        found, _ = _changed(
+            task, {name: [copies[name]] if name in undivided else _cut(copies[name])[:1] for name in part}
+        )
+        for name in part:
+            if not _same(whole[name][: len(found[name])] if found[name].dim() else whole[name], found[name]):
+                raise TaskError(
+                    f"the optimizer changes '{name}' otherwise if another worker changes other weights",
+                    where="parallel.sharded: optimizer",
+                    expected="an optimizer that treats each weight by itself, without random numbers",
+                    remedy="use another optimizer, such as torch.optim.AdamW, or sharded: none",
+                )
+    sizes = {name: _bytes_of(state[name]) // max(1, len(copies[name])) for name in names if name not in undivided}
+    for name, value in named:
+        if name in undivided:
+            sizes[name] = _bytes_of(_changed(task, {name: [value.detach()]})[1][name])
+    return Division(undivided, sizes)
+
+
+def _copy(value: torch.Tensor) -> torch.Tensor:
+    """Return a small copy of a weight, with the values of its first rows."""
+    if not value.dim():
+        return value.detach().clone()
+    return value.detach()[: ROWS if value.dim() > 1 else LONG].clone()
+
+
+def _cut(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return a weight's rows in three parts, as far as it has so many."""
+    if not value.dim() or len(value) < 2:
+        return [value]
+    first, second = max(1, len(value) // 3), max(2, len(value) // 2)
+    return [part for part in (value[:first], value[first:second], value[second:]) if len(part)]
+
+
+def _changed(
+    task: Task, parts: Mapping[str, Sequence[torch.Tensor]]
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, object]]]:
+    """Return the weights after some steps of an optimizer that has these parts of them, and the first parts' state."""
+    set_random_key(random_key("division"))
+    made = {name: [nn.Parameter(part.clone()) for part in of] for name, of in parts.items()}
+    optimizer = task.optimizer([(name, part) for name, of in made.items() for part in of])
+    for step in range(STEPS):
+        for name, of in made.items():
+            at = 0
+            for part in of:
+                part.grad = _gradient(name, step, part, at)
+                at += part.numel()
+        optimizer.step()
+    weights = {
+        name: torch.cat([p.detach() for p in of]) if of[0].dim() else of[0].detach() for name, of in made.items()
+    }
+    return weights, {name: dict(optimizer.state.get(of[0], {})) for name, of in made.items()}
+
+
+def _gradient(name: str, step: int, part: torch.Tensor, at: int) -> torch.Tensor:
+    """Return values that depend on the weight's name, the step, and the place in the weight alone."""
+    numbers = torch.arange(at, at + part.numel(), dtype=torch.float64, device=part.device)
+    values = torch.sin(numbers * 1.37 + step + len(name)) * (1.0 + numbers % 5)
+    return values.reshape(part.shape).to(part.dtype)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+
+
+def _by_rows(state: Mapping[str, object], value: torch.Tensor) -> bool:
+    """Return whether an optimizer's state of a weight is one value for each of the weight, or one for all."""
+    return all(one.shape == value.shape or not one.dim() for one in state.values() if isinstance(one, torch.Tensor))
+
+
+def _bytes_of(state: Mapping[str, object]) -> int:
+    """Return the bytes of the tensors of an optimizer's state of a weight, without single numbers."""
+    return sum(one.nbytes for one in state.values() if isinstance(one, torch.Tensor) and one.dim())

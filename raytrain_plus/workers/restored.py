@@ -1,0 +1,104 @@
+"""Load a checkpoint into what a worker holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from raytrain_plus.errors import CheckpointError, DamagedError, StorageError
+from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.state.checkpoint import read_tensors
+from raytrain_plus.state.finite import as_tensors, not_finite
+from raytrain_plus.state.holding import class_differences, model_state, rows_held
+from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
+from raytrain_plus.state.named import dtype_name
+from raytrain_plus.state.rows import is_sharded, parse_rows, renamed, whole_name
+from raytrain_plus.state.stages import all_but, own_tensors, own_tree
+from raytrain_plus.state.transfer import Packed, Snapshot
+from raytrain_plus.storage.interface import Folder
+from raytrain_plus.storage.retry import retry
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trained import Trained
+from raytrain_plus.workers.messages import Layers
+from raytrain_plus.workers.prepared import Prepared
+
+
+def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Pieces | None = None) -> None:
+    """Load the state, or a stage's, from a checkpoint; `owned`: only the optimizer's state of these rows.
+
+    Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
+    """
+    state, run = prepared.own.part(layers), prepared.run_folder()
+    stored = own_tensors(manifest.tensors, all_but(layers.others))
+    built = {name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in _whole_model(state).items()}
+    differing = mismatch(stored, built) or class_differences(manifest.tree, state.holding())
+    if differing:
+        rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint belongs to another task: {'; '.join(differing[:3])}{rest}",
+            where=f"{run.where}/{FOLDER}/{manifest.name}.json",
+            remedy="use the layers, optimizer and args that the run began with, or start over with --fresh",
+        )
+    if owned is not None:
+        state.own(owned)
+    tree = own_tree(manifest.tree, all_but(layers.others))
+    try:
+        tensors, tree = retry(lambda: _read(run, manifest, list(stored), tree, state.trained))
+    except StorageError as failure:
+        raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
+    bad = not_finite(as_tensors(tensors), state.allowed)
+    if bad:
+        # Older versions wrote such checkpoints.
+        raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
+    state.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
+
+
+def _whole_model(state: TrainState) -> dict[str, torch.Tensor]:
+    """Return the tensors that the model's state has where nothing is sharded, with any values."""
+    found = {name: value for name, value in model_state(state.holding()).items() if whole_name(name)[0] == name}
+    for name, value in state.trained.weights:
+        weight = value.detach().float() if name in state.trained.mastered else value.detach()
+        found[f"param/{name}"] = weight
+        if state.technique.decay is not None:
+            found[f"ema/{name}"] = weight
+    return found
+
+
+def _read(
+    run: Folder, manifest: Manifest, names: Collection[str], tree: Any, trained: Trained
+) -> tuple[dict[str, Packed], Any]:
+    """Read these tensors of a checkpoint, of what belongs to rows of weights only those that are changed here.
+
+    Return them under the names that they have here, and the tree with such names.
+    """
+    if trained.everything:
+        return read_tensors(run, manifest, dict.fromkeys(names)), tree
+    by_weight: dict[str, list[str]] = {}
+    for name in names:
+        rows = whole_name(name)[1]
+        if rows is not None and rows.weight in trained.units and is_sharded(name, trained.mastered):
+            by_weight.setdefault(rows.weight, []).append(name)
+    divided = {name for own in by_weight.values() for name in own}
+    found = read_tensors(run, manifest, dict.fromkeys(name for name in names if name not in divided))
+    optimizer = {}
+    left = [parse_rows(parameter) for parameter, _ in rows_held(trained.named)]
+    while left:
+        # One range of rows of each weight at a time.
+        now = {rows.weight: rows for rows in reversed(left)}
+        left = [rows for rows in left if now[rows.weight] != rows]
+        wanted = {
+            name: None if rows.last is None or not manifest.tensors[name].shape else (rows.first, rows.last)
+            for weight, rows in now.items()
+            for name in by_weight.get(weight, ())
+        }
+        read = read_tensors(run, manifest, wanted)
+        for weight, rows in now.items():
+            for name in by_weight.get(weight, ()):
+                found[name.replace(f"/{weight}", f"/{rows.name}", 1)] = read[name]
+            if weight in tree["optimizer"]:
+                values = tree["optimizer"][weight]
+                optimizer[rows.name] = renamed(values, f"optim/{weight}/", f"optim/{rows.name}/")
+    return found, {**tree, "optimizer": optimizer}

@@ -1,0 +1,73 @@
+"""`parallel.sharded` on a real cluster: the bits of an unsharded run, whoever dies, joins and resumes."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, attach
+from tests.integration.elastic import Run, ended, job
+from tests.integration.tasks import write_data
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
+
+SHARDED = Parallel(sharded="optimizer")
+APPLIED = "applied:kill:21"
+"""Kills a worker between the change of its rows and their sending; it has made 12 steps to see how they are divided."""
+
+
+def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
+    data = Data(path=str(tmp_path / "data"), batch_size=36, shards=12, cache_mb=0)
+    held_out = Evaluate(path=str(tmp_path / "data"), every_steps=15)
+    settings = {"data": data, "steps": 30, "reduction": "exact", "evaluate": held_out, "parallel": SHARDED}
+    return job(tmp_path, name=name, **{**settings, **changes})
+
+
+def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel())))
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=3), args={"fault": APPLIED}))
+    assert ended(run) == expected
+    assert len(run.events("recovered")) >= 1
+    assert run.events("resumed") == [], "the second holders have everything"
+
+
+def test_a_loss_moves_nothing_and_its_rows_soon_have_two_holders_again(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"steps": 120, "args": {"pad_s": 0.02}}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=4), **settings))
+    members = run.until_size(4)
+    run.until_step(10)
+    run.kill(members[1])
+    run.until_told("recovered")
+    assert ended(run) == expected
+    assert run.events("resumed") == []
+    views = run.events("view_formed")
+    after = next(view for view in views if view["generation"] == run.events("recovered")[0]["generation"])
+    assert sum(member["optimizer_bytes"] for member in after["members"]) <= sum(
+        member["optimizer_bytes"] for member in views[0]["members"]
+    )
+
+
+@pytest.mark.slow
+def test_a_rescaled_run_that_is_stopped_resumes_at_any_size_with_the_same_bits(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"steps": 300, "args": {"pad_s": 0.02}}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
+    run = Run(exact(tmp_path, "stopped", workers=Workers(min=3), **settings))
+    run.until_step(5)
+    handle = attach(run.folder)
+    handle.rescale(max=4)
+    run.until_size(4)
+    run.until_step(run.committed() + 5)
+    handle.stop()
+    assert run.finish().status == "stopped"
+    for size in (2, 1):
+        again = replace(run.job, name=f"again-{size}", workers=Workers(min=size, max=max(2, size)))
+        shutil.copytree(run.folder, run.folder.parent / again.name)
+        assert ended(Run(again, fresh=False))[0] == expected[0]
