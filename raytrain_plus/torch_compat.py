@@ -91,7 +91,15 @@ def _float64_norm(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, by few kernels; dtypes may differ."""
-    torch._foreach_copy_(list(targets), list(sources))
+    alike: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        # One kernel copies tensors of one dtype to one other.
+        kind = target.device, target.dtype, source.device, source.dtype
+        into, values = alike.setdefault(kind, ([], []))
+        into.append(target)
+        values.append(source)
+    for into, values in alike.values():
+        torch._foreach_copy_(into, values)
 
 
 def lerp_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], weight: float) -> None:

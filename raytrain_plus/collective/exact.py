@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytrain_plus.device_copies import Numbers, from_host
+
 LIMIT_BITS = 51
 """A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
 USUAL_BITS = 45
@@ -71,6 +73,7 @@ class ExactSum:
         self._least_bits = min(LEAST_BITS + spread, self._measured_bits)
         self._exponents: list[int | None] = []
         self._quanta = self._largest
+        self._summed: Numbers | None = None
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear the sums and set the exponents of the quanta.
@@ -82,7 +85,8 @@ class ExactSum:
         self._exponents = [scales.get(name) for name in self.names]
         # Without an exponent, only whether a value differs from zero matters.
         quanta = [math.ldexp(1.0, exponent or 0) for exponent in self._exponents]
-        self._quanta = torch.tensor(quanta, dtype=torch.float64, device=self.wire.device)
+        self._quanta = from_host(torch.tensor(quanta, dtype=torch.float64), self.wire.device)
+        self._summed = None
 
     def add(self, values: Sequence[torch.Tensor]) -> None:
         """Add one shard's values of every tensor."""
@@ -101,10 +105,17 @@ class ExactSum:
             rounded.add_(middle).sub_(middle)
             total.add_(rounded)
 
+    @property
+    def magnitudes(self) -> Numbers:
+        """The largest magnitudes in quanta, after the sum over the world: all that `read` and `overflowed` need."""
+        if self._summed is None:
+            self._summed = Numbers(self._magnitudes)
+        return self._summed
+
     def read(self) -> Reading:
         """Return the result after the sum over the world."""
         settled, scales = True, {}
-        for name, exponent, magnitude in zip(self.names, self._exponents, self._magnitudes.tolist(), strict=True):
+        for name, exponent, magnitude in zip(self.names, self._exponents, self.magnitudes.values(), strict=True):
             if magnitude == 0:
                 if exponent is not None:
                     scales[name] = exponent
@@ -120,7 +131,7 @@ class ExactSum:
     def overflowed(self) -> list[str]:
         """Return the names of the tensors that are not finite in some shard, after the sum over the world."""
         return [
-            name for name, value in zip(self.names, self._magnitudes.tolist(), strict=True) if not math.isfinite(value)
+            name for name, value in zip(self.names, self.magnitudes.values(), strict=True) if not math.isfinite(value)
         ]
 
     def largest(self) -> npt.NDArray[np.int64]:

@@ -195,9 +195,9 @@ class Alone:
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        loss, weight, _ = task_loss(self._task, model, batch, self._microbatch.rows)
-        check_depends(loss, "the loss of a microbatch")
-        return loss * weight
+        found = task_loss(self._task, model, batch, self._microbatch.rows)
+        check_depends(found.loss, "the loss of a microbatch")
+        return found.weighted()
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -23,12 +23,13 @@ from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.header import Flags
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
+from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.thread_control import Place
@@ -102,13 +103,14 @@ class ReplicaStage:
         sent = (self.handovers.take_note("flags", stage, stage) for stage in range(self.stages))
         return header.either(Flags(*one) for one in sent)
 
-    def share_header(self, step: int, reports: dict[int, ShardReport], flags: Flags) -> None:
+    def share_header(self, step: int, reports: ShardReports, flags: Flags) -> None:
         """Send the header to all stages; called on the stage of the last chunk.
 
         `step`: the step's number among those that run together.
         """
-        encoded = header.encode(reports, self.shards, flags)
-        own = own_metrics({shard: report.metrics for shard, report in reports.items()}, self.shards)
+        read = reports.read()
+        encoded = header.encode(read, self.shards, flags)
+        own = own_metrics({shard: report.metrics for shard, report in read.items()}, self.shards)
         note = (encoded, own.names, own.sums) if own.names else encoded
         for stage in range(self.stages):
             self.handovers.send_note("header", step * self.stages + stage, note, stage)
@@ -129,9 +131,7 @@ class ReplicaStage:
             self.handovers.send_note("batch", 0, batches, self.last)
         return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
 
-    def loss(
-        self, model: nn.Module, given: Any, place: Place, reports: MutableMapping[int, ShardReport]
-    ) -> torch.Tensor:
+    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> torch.Tensor:
         """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)

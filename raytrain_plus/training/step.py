@@ -30,6 +30,7 @@ from raytrain_plus.training.passes import Passes, Shards
 from raytrain_plus.training.remarks import Remarks
 from raytrain_plus.training.scheduler import rates_of
 from raytrain_plus.training.skipped_rows import skipped_rows
+from raytrain_plus.training.step_sums import GradientNorms
 from raytrain_plus.training.train_state import Summed, TrainState
 from raytrain_plus.training.verdict import (
     LOSS,
@@ -72,6 +73,15 @@ class _Computed:
     reduce_s: float
     absent: frozenset[str]
     """The parameters held here that got no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """The gradients of a step."""
+
+    absent: frozenset[str]
+    """See `_Computed`."""
+    norms: GradientNorms
 
 
 class SynchronousSteps:
@@ -129,16 +139,22 @@ class SynchronousSteps:
         context.control.enter("collective")
         context.meanwhile()
         start = time.monotonic()
-        totals = sums.wait(works, passes.metrics, step, context)
+        sums.wait(works, step, context)
+        # A worker alone knows the weight, as a rule, and then one copy to the host has all that it must know. The means
+        # of sums that do not fit their grids are made in vain, and nothing uses them.
+        weight = passes.weight if context.world.size == 1 else None
+        means = self._means(weight) if weight else None
+        sums.read_with([*passes.unread, *([] if means is None else means.norms.unread)])
+        totals = sums.totals(passes.metrics, step, context)
         if skipped := skipped_rows(step, totals, shards, context, state.device):
             totals = replace(totals, skipped_rows=skipped)
         if not totals.weight:
             raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
         reading = sums.read()
-        if reading.settled:
-            sums.take_means(totals.weight)
-        absent = sums.add_tied(passes.exchange_tied, reading.settled, sums.without_gradient())
-        squares = sums.squares() if reading.settled else {}
+        if means is None:
+            means = self._means(totals.weight, settled=reading.settled)
+        absent = means.absent
+        squares = means.norms.squares() if reading.settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
         if not reading.settled:
@@ -152,6 +168,17 @@ class SynchronousSteps:
             state.hold(Summed(step, totals, absent, dict(reading.scales), one.loss_scale))
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
         return _Computed(totals, status, time.monotonic() - start, absent)
+
+    def _means(self, weight: float, settled: bool = True) -> _Means:
+        """Turn the sums into gradients, given the weight of all shards, and measure them.
+
+        Sums that are not `settled` are left as they are, and are exchanged with other stages all the same.
+        """
+        sums = self.state.sums
+        if settled:
+            sums.take_means(weight)
+        absent = sums.add_tied(self.passes.exchange_tied, settled, sums.without_gradient())
+        return _Means(absent, sums.norms())
 
     def _next_try(self, step: int, one: _Try, half: LossScale | None, status: SumStatus, context: StepContext) -> _Try:
         """Return how a step is computed again whose sums do not fit their grids, or are not finite.

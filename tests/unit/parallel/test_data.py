@@ -115,6 +115,8 @@ def test_without_exact_sums_the_summed_buckets_are_scaled() -> None:
 class Others(SoloWorld):
     """A world whose other members have submitted what `adds` returns."""
 
+    size = 2
+
     def __init__(self, adds):  # type: ignore[no-untyped-def]
         self._adds = adds
 
