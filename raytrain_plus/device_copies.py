@@ -8,7 +8,10 @@ pinned memory, from which the GPU fetches it by itself. On a CPU all of this is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import copy as shallow
+from copy import deepcopy
+from typing import Any
 
 import torch
 
@@ -60,3 +63,88 @@ def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     # Pinned memory is not used again before this copy has ended: torch's allocator sees to that.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
+    """Return `batch` with every tensor on `device`; with `copy`, all tensors are new.
+
+    Searches dicts, lists and tuples; other objects are moved by their own `to` method if they have one.
+    """
+    if device.type == "cpu" and not copy:
+        return batch
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if copy and tensor.device == device:
+            return tensor.clone()
+        return tensor.to(device, non_blocking=True, copy=copy)
+
+    # A class such as a tokenizer's batch can move itself.
+    return _each(batch, moved, lambda value: (deepcopy(value) if copy else value).to(device))
+
+
+def pinned(batch: Any) -> Any:
+    """Return `batch` with every tensor of the host in pinned memory, from which a GPU fetches it by itself.
+
+    Objects with a `to` method are pinned by their own `pin_memory` method, or left as they are.
+    """
+    return _each(
+        batch,
+        lambda tensor: tensor.pin_memory() if tensor.device.type == "cpu" else tensor,
+        lambda value: value.pin_memory() if hasattr(value, "pin_memory") else value,
+    )
+
+
+def _each(batch: Any, of_tensor: Callable[[torch.Tensor], torch.Tensor], of_other: Callable[[Any], Any]) -> Any:
+    """Return `batch` with each of its tensors, and each object that has a `to` method, replaced."""
+    if isinstance(batch, torch.Tensor):
+        return of_tensor(batch)
+    if hasattr(batch, "to"):
+        return of_other(batch)
+    if isinstance(batch, dict):
+        made = {key: _each(value, of_tensor, of_other) for key, value in batch.items()}
+        if type(batch) is dict:
+            return made
+        same = shallow(batch)
+        same.update(made)
+        return same
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_each(value, of_tensor, of_other) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(_each(value, of_tensor, of_other) for value in batch)
+    return batch
+
+
+class BatchCopies:
+    """Copies batches to a device: to a GPU on a stream of its own, while the GPU computes.
+
+    A step may be recomputed from the same batch and must give the same bits. A task that writes into its batch writes
+    into a copy, whose memory layout does not depend on the source of the rows.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to copy to `device`."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: Any) -> Any:
+        """Return a copy of a batch, which what is computed from now on can use."""
+        stream = self._stream
+        if stream is None:
+            return to_device(batch, self._device, copy=True)
+        computing = torch.cuda.current_stream(self._device)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            copy: torch.Tensor
+            if not tensor.is_pinned():
+                # The GPU cannot fetch it by itself.
+                copy = to_device(tensor, self._device, copy=True)
+                return copy
+            with torch.cuda.stream(stream):
+                copy = to_device(tensor, self._device, copy=True)
+            # Its memory is used again only once what is computed with it has ended.
+            copy.record_stream(computing)
+            return copy
+
+        found = _each(batch, copied, lambda value: to_device(value, self._device, copy=True))
+        computing.wait_stream(stream)
+        return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.training.model import to_device
 from raytrain_plus.training.shard_reports import Number, ShardReports
 from raytrain_plus.training.thread_control import Place
 
@@ -49,15 +48,6 @@ class TaskLoss(NamedTuple):
         return self.loss * (self.weight * factor)
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a batch on the model's device.
-
-    The step may be recomputed from the same batch and must give the same bits. A task that writes into its batch writes
-    into a copy, whose memory layout does not depend on the source of the rows.
-    """
-    return to_device(batch, device, copy=True)
-
-
 def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
     """Return the task's mean loss of a batch, its weight and its metrics.
 
@@ -84,15 +74,16 @@ def weighted_loss(
     model: nn.Module,
     microbatch: Microbatch,
     place: Place,
-    device: torch.device,
+    on_device: Callable[[Any], Any],
     reports: ShardReports,
     factor: float = 1.0,
 ) -> torch.Tensor:
     """Return the weighted loss of a microbatch times `factor`, and add its mean to the reports.
 
-    Raises `TrainingError` if the loss depends on no trained parameter.
+    `on_device` copies a batch to the model's device. Raises `TrainingError` if the loss depends on no trained
+    parameter.
     """
-    found = task_loss(task, model, on_device(microbatch.batch, device), microbatch.rows)
+    found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
     check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
     reports.add(place.step, place.shard, microbatch, *found)
     return found.weighted(factor)

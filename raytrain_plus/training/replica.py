@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.in_turn import Runner
@@ -26,7 +27,6 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.shard_reports import ShardReports
@@ -56,6 +56,7 @@ class ReplicaStage:
     handovers: Handovers
     sums: StepSums
     device: torch.device
+    on_device: BatchCopies
     shards: int
     """The job's number of shards."""
     tied: Mapping[int, Collection[str]]
@@ -135,7 +136,7 @@ class ReplicaStage:
         """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)
-        return weighted_loss(self.task, model, microbatch, place, self.device, reports, self.sums.loss_factor)
+        return weighted_loss(self.task, model, microbatch, place, self.on_device, reports, self.sums.loss_factor)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -243,6 +244,7 @@ def replica_stage(
         handovers=handovers,
         sums=state.sums,
         device=state.device,
+        on_device=BatchCopies(state.device),
         shards=state.shards,
         tied=tied,
         last_chunk=len(where) - 1,

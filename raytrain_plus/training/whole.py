@@ -15,7 +15,7 @@ import torch
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.collate import counts_tokens, default_weight
-from raytrain_plus.device_copies import Numbers, read_together
+from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
@@ -23,7 +23,6 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport, encode
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.model import to_device
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
@@ -44,6 +43,7 @@ class WholePasses:
         [self._part] = state.parts
         self._task, self._device, self._shards = state.task, state.device, state.shards
         self._sums, self._rider = state.sums, state.sums.rider
+        self._on_device = BatchCopies(state.device)
         self.metrics = OwnMetrics()
         self._reports = ShardReports()
 
@@ -75,7 +75,9 @@ class WholePasses:
             control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
-                loss = weighted_loss(self._task, part.module, one, place, self._device, reports, self._sums.loss_factor)
+                loss = weighted_loss(
+                    self._task, part.module, one, place, self._on_device, reports, self._sums.loss_factor
+                )
             if ends_shard:
                 part.buffers.end_shard(shard, used)
                 passed = used = 0

@@ -14,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.training import loss
+from raytrain_plus.training import loss, whole
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.step import SynchronousSteps
@@ -37,7 +36,7 @@ class Device(TorchDispatchMode):
         self.reads: list[str] = []
         self._memory: dict[int, torch.UntypedStorage] = {}
         patch.setattr(device_copies, "to_host", self._to_host)
-        patch.setattr(loss, "on_device", lambda batch, device: self.take(batch.clone()))
+        patch.setattr(whole, "BatchCopies", lambda device: lambda batch: self.take(batch.clone()))
         for name in METHODS:
             patch.setattr(torch.Tensor, name, self._read(name))
 
@@ -178,28 +177,6 @@ def test_in_a_group_the_losses_are_read_for_the_header_and_the_sums_before_the_n
     device: Device, shards: int, exact: bool
 ) -> None:
     assert reads_of(device, steps_of(Fit("weight"), shards, exact), shards, Pair()) == ["to_host"] * 3
-
-
-def test_numbers_of_any_shape_and_dtype_are_read_with_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = []
-    monkeypatch.setattr(device_copies, "to_host", lambda tensor: copies.append(tensor) or tensor.cpu())
-    tiny = torch.tensor(1e-300, dtype=torch.float64)
-    given = [torch.tensor(0.1), torch.tensor([[2**40, -1]]), torch.tensor([True]), torch.zeros(0), tiny]
-    numbers = [Numbers(one) for one in given]
-    read_together(numbers)
-    assert len(copies) == 1
-    read_together(numbers)
-    wanted = [[float(torch.tensor(0.1))], [2.0**40, -1.0], [1.0], [], [1e-300]]
-    assert [one.values() for one in numbers] == wanted
-    assert len(copies) == 1
-    later = Numbers(torch.tensor([3.0]))
-    assert later.values() == [3.0]
-    assert len(copies) == 2
-
-
-def test_a_tensor_of_the_host_stays_where_it_is_on_a_cpu() -> None:
-    tensor = torch.arange(3)
-    assert from_host(tensor, CPU) is tensor
 
 
 class Counted(Fit):
