@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from raytrain_plus.device_copies import Numbers, from_host
+from raytrain_plus.torch_compat import add_each, largest_each, sum_each
 
 LIMIT_BITS = 51
 """A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
@@ -61,11 +62,14 @@ class ExactSum:
         own, count = sum(sizes.values()), len(sizes)
         self.wire = torch.zeros(own + count + riding, dtype=torch.float64, device=device)
         """The vector to be summed over the world in place."""
-        self.sums = self.wire[:own].split(list(sizes.values()))
+        self.total = self.wire[:own]
+        """The sums of all tensors, flat."""
+        self.sums = self.total.split(list(sizes.values()))
         """Each tensor's sum, flat."""
         self.rider = self.wire[own + count :]
         self._magnitudes = self.wire[own : own + count]
-        self._rounded = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device)
+        self._rounded = torch.zeros(0 if self.wire.is_cuda else max(sizes.values(), default=0), dtype=torch.float64)
+        """Memory for one tensor, which stays in the cache of a CPU."""
         self._largest = torch.zeros(count, dtype=torch.float64, device=device)
         spread = math.ceil(math.log2(shards))
         # All shards together stay below the limit even if each is as large as the largest.
@@ -92,18 +96,37 @@ class ExactSum:
         """Add one shard's values of every tensor."""
         if not values:
             return
-        largest = torch.stack([_largest(value) for value in values])
+        largest = _largest(values)
         torch.maximum(self._largest, largest, out=self._largest)
         # Too large, infinite or NaN: the sum then shows it.
         self._magnitudes.add_((largest / self._quanta).ceil_().maximum(torch.sign(largest)))
+        if self.wire.is_cuda:
+            self.add_rounded(values)
+            return
         for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
             if exponent is None:
                 continue
-            middle = math.ldexp(1.5, 52 + exponent)
+            middle = _middle(exponent)
             rounded = self._rounded[: value.numel()]
             rounded.copy_(value.reshape(-1))
             rounded.add_(middle).sub_(middle)
             total.add_(rounded)
+
+    def add_rounded(self, values: Sequence[torch.Tensor]) -> None:
+        """Add one shard's rounded values, by few kernels: on a GPU each kernel costs more than most tensors."""
+        known = [
+            (value.reshape(-1), total, _middle(exponent))
+            for value, total, exponent in zip(values, self.sums, self._exponents, strict=True)
+            if exponent is not None
+        ]
+        if not known:
+            return
+        flat, totals, middles = (list(one) for one in zip(*known, strict=True))
+        joined = torch.cat(flat).to(torch.float64)
+        rounded = list(joined.split([len(one) for one in flat]))
+        add_each(rounded, middles)
+        add_each(rounded, [-middle for middle in middles])
+        sum_each(totals, rounded)
 
     @property
     def magnitudes(self) -> Numbers:
@@ -156,12 +179,16 @@ class ExactSum:
         return [name for name, top in zip(self.names, largest.tolist(), strict=True) if top == _NOT_FINITE]
 
 
-def _largest(value: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in float64; NaN if a value is NaN."""
-    if not value.numel():
-        return torch.zeros((), dtype=torch.float64, device=value.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(value, math.inf)
-    return norm.to(torch.float64)
+def _middle(exponent: int) -> float:
+    """Return the number around which float64's numbers are 2 to the power of `exponent` apart."""
+    return math.ldexp(1.5, 52 + exponent)
+
+
+def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude of each tensor in float64; NaN if a value is NaN."""
+    zero = values[0].new_zeros(())
+    norms = iter(largest_each([value for value in values if value.numel()]))
+    return torch.stack([next(norms) if value.numel() else zero for value in values]).to(torch.float64)
 
 
 def _possible(exponent: int) -> int:

@@ -22,6 +22,8 @@ from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_d
 
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
+GPU_BUCKET_BYTES = 64 << 20
+"""The same on a GPU, which computes the gradients of so many bytes in a millisecond or less."""
 
 
 class Gradients:
@@ -225,6 +227,11 @@ def _not_owned() -> TrainingError:
         "the task replaced a parameter's .grad (perhaps by zero_grad), or changed it in place; the platform owns "
         "gradients: do not assign, clear or scale them, and call no backward() in the loss (torch.autograd.grad works)"
     )
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """Return the size of the buckets of gradients on a device."""
+    return GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

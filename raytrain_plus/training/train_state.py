@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raytrain_plus.parallel.data import BUCKET_BYTES
+from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
@@ -63,7 +63,7 @@ class TrainState:
         device: torch.device,
         exact: bool = False,
         make_wire: MakeWire = ring_wire,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
     ) -> None:
@@ -80,7 +80,7 @@ class TrainState:
             shards=shards,
             exact=exact,
             make_wire=make_wire,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes or bucket_bytes_on(device),
             technique=technique,
         )
         named = [pair for part in self.parts for pair in part.parameters]
