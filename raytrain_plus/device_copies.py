@@ -8,7 +8,7 @@ pinned memory, from which the GPU fetches it by itself. On a CPU all of this is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy as shallow
 from copy import deepcopy
 from typing import Any
@@ -148,3 +148,47 @@ class BatchCopies:
         found = _each(batch, copied, lambda value: to_device(value, self._device, copy=True))
         computing.wait_stream(stream)
         return found
+
+
+class StateCopies:
+    """Copies of a state to the host, from a GPU on a stream of their own: only a change of the state waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to copy what is on `device`, or on the host."""
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
+        """The end of the copies under way."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory for copies must be pinned."""
+        return self._stream is not None
+
+    def copy(self, sources: Sequence[torch.Tensor], rooms: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Begin to copy each source into its room on the host; return a function that waits for the end.
+
+        The sources must not change before `before_change` is called.
+        """
+        stream = self._stream
+        if stream is None:
+            for room, source in zip(rooms, sources, strict=True):
+                room.copy_(source)
+            return lambda: None
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for room, source in zip(rooms, sources, strict=True):
+                room.copy_(source, non_blocking=True)
+                if source.device.type == "cuda":
+                    # Its memory is not used again before the copy has ended, if the state is discarded meanwhile.
+                    source.record_stream(stream)
+        # Whoever waits for it sleeps.
+        self._last = stream.record_event(torch.cuda.Event(blocking=True))
+        wait: Callable[[], None] = self._last.synchronize
+        return wait
+
+    def before_change(self) -> None:
+        """Let the GPU change the state only once the copies have ended; the host does not wait."""
+        last, self._last = self._last, None
+        if last is not None:
+            torch.cuda.current_stream(self._device).wait_event(last)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.tree import Json, from_json, to_json
 
@@ -61,6 +62,8 @@ class Holding:
     """Rules of the run's steps that older versions did not have: see `LEFT_ALONE`."""
     averages: Sequence[tuple[str, torch.Tensor]] = ()
     """The averages of the trained parameters, if the job has any."""
+    copies: StateCopies = field(default_factory=lambda: StateCopies(torch.device("cpu")))
+    """They must end before the state changes."""
 
 
 def model_state(holding: Holding) -> dict[str, torch.Tensor]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
@@ -109,6 +110,7 @@ class TrainState:
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
+        self._copies = StateCopies(device)
         self._clip_norm = clip_norm
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
@@ -170,6 +172,7 @@ class TrainState:
         """
         held, self._held = self._held, None
         assert held is not None, "the sums are complete"
+        self._copies.before_change()
         norm = gradient_norm(squares)
         self.squares = dict(squares)
         self._make_room(held.totals)
@@ -196,6 +199,7 @@ class TrainState:
 
         No consistent state exists until `end` and `finish`.
         """
+        self._copies.before_change()
         self.last_applied = None
         self._change(summed)
         self._make_room(summed.totals)
@@ -223,6 +227,7 @@ class TrainState:
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Replace the state by another worker's."""
         self.discard()
+        self._copies.before_change()
         transfer.load_snapshot(snapshot, self.holding())
         self._masters.copy_to_model()
         self.restore_buffers()
@@ -250,6 +255,7 @@ class TrainState:
             self.allowed,
             self.rules,
             () if self._averages is None else self._averages.named,
+            self._copies,
         )
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raytrain_plus import device_copies
-from raytrain_plus.device_copies import BatchCopies, Numbers, from_host, pinned, read_together
+from raytrain_plus.device_copies import BatchCopies, Numbers, StateCopies, from_host, pinned, read_together
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -122,3 +122,47 @@ def test_a_batch_on_a_cpu_is_copied_at_once() -> None:
     given = {"x": torch.ones(2)}
     copied = BatchCopies(CPU)(given)
     assert copied["x"].data_ptr() != given["x"].data_ptr()
+
+
+@pytest.fixture
+def events(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The same GPU, with events; what it is told about them is in the same list."""
+    computing = torch.cuda.current_stream(CUDA)
+    computing.wait_event = lambda event: gpu.append(f"computing waits for {event.name}")  # type: ignore[assignment]
+
+    def stream(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(
+            name="copies",
+            wait_stream=lambda other: gpu.append(f"copies wait for {other.name}"),
+            record_event=lambda event: gpu.append("event") or event,
+        )
+
+    def event(**settings: bool) -> SimpleNamespace:
+        return SimpleNamespace(name="the event", synchronize=lambda: gpu.append(f"host waits {settings}"))
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    return gpu
+
+
+def test_a_change_of_the_state_waits_on_the_gpu_for_its_copies(events: list[str]) -> None:
+    copies = StateCopies(CUDA)
+    rooms = [torch.zeros(2), torch.zeros(3)]
+    wait = copies.copy([torch.ones(2), torch.ones(3)], rooms)
+    assert copies.pinned
+    assert events == ["copies wait for computing", "on copies", "off copies", "event"]
+    assert [room.tolist() for room in rooms] == [[1.0] * 2, [1.0] * 3]
+    events.clear()
+    copies.before_change()
+    copies.before_change()
+    assert events == ["computing waits for the event"]
+    wait()
+    assert events[1:] == ["host waits {'blocking': True}"]
+
+
+def test_on_a_cpu_a_copy_is_complete_at_once() -> None:
+    copies, room = StateCopies(CPU), torch.zeros(2)
+    copies.copy([torch.ones(2)], [room])
+    copies.before_change()
+    assert room.tolist() == [1.0, 1.0]
+    assert not copies.pinned

@@ -221,3 +221,24 @@ def test_a_step_whose_shards_change_a_buffer_that_must_not_is_not_applied() -> N
         with pytest.raises(TrainingError, match="'fixed' changed in a forward pass"):
             steps.run(0, batches(2, 0), context(world))
         assert steps.state.last_applied == -1
+
+
+def test_copies_of_the_state_end_before_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = steps_of(Fit(), 1, False)
+    state = steps.state
+    seen: list[list[torch.Tensor]] = []
+
+    def now() -> list[torch.Tensor]:
+        held = state.holding()
+        return [value.detach().clone() for value in (*held.buffers.values(), *(value for _, value in held.parameters))]
+
+    monkeypatch.setattr(state.holding().copies, "before_change", lambda: seen.append(now()))
+    before = now()
+    steps.run(0, batches(1, 0), context(SoloWorld()))
+    assert [torch.equal(*pair) for pair in zip(seen[0], before, strict=True)] == [True] * len(before)
+    after = now()
+    assert not torch.equal(
+        torch.cat([one.reshape(-1) for one in after]), torch.cat([one.reshape(-1) for one in before])
+    )
+    state.adopt(steps_of(Fit(), 1, False).state.snapshot())
+    assert [torch.equal(*pair) for pair in zip(seen[1], after, strict=True)] == [True] * len(before)
