@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from raytrain_plus.device_clock import marks
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED
 from raytrain_plus.training.applied import Applied
@@ -99,6 +100,7 @@ class SynchronousSteps:
         self.passes = passes
         self.begun = -1
         """The step that was begun last."""
+        self._mark = marks(state.device)
         self._skip_nonfinite = skip_nonfinite
         self._remarks = Remarks()
 
@@ -138,12 +140,13 @@ class SynchronousSteps:
         works = passes.run(step, shards, context, search)
         context.control.enter("collective")
         context.meanwhile()
-        start = time.monotonic()
+        start = self._mark()
         sums.wait(works, step, context)
         # A worker alone knows the weight, as a rule, and then one copy to the host has all that it must know. The means
         # of sums that do not fit their grids are made in vain, and nothing uses them.
         weight = passes.weight if context.world.size == 1 else None
         means = self._means(weight) if weight else None
+        summed = self._mark()
         sums.read_with([*passes.unread, *([] if means is None else means.norms.unread)])
         totals = sums.totals(passes.metrics, step, context)
         if skipped := skipped_rows(step, totals, shards, context, state.device):
@@ -153,6 +156,7 @@ class SynchronousSteps:
         reading = sums.read()
         if means is None:
             means = self._means(totals.weight, settled=reading.settled)
+            summed = self._mark() if reading.settled else summed
         absent = means.absent
         squares = means.norms.squares() if reading.settled else {}
         if totals.bad_shards:
@@ -166,8 +170,11 @@ class SynchronousSteps:
             squares[fault.parameter] = math.nan
         if reading.settled or squares:
             state.hold(Summed(step, totals, absent, dict(reading.scales), one.loss_scale))
+        agreeing = time.monotonic()
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
-        return _Computed(totals, status, time.monotonic() - start, absent)
+        # The host has read what was requested before `summed`, so the device is past it.
+        reduce_s = start.seconds_to(summed) + time.monotonic() - agreeing
+        return _Computed(totals, status, reduce_s, absent)
 
     def _means(self, weight: float, settled: bool = True) -> _Means:
         """Turn the sums into gradients, given the weight of all shards, and measure them.
