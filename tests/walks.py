@@ -56,6 +56,7 @@ WALKS = {
             Step("raytrain audit digits", r"rows"),
             Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),
             Step("raytrain export digits --step 30 --to out/model.safetensors", r"the model after step 30 of digits"),
+            Step("raytrain export digits --dtype bf16 --to out/half.safetensors", r"the model after step 30 of digits"),
             Step("raytrain resume digits", r"digits was already finished on .* nothing was trained"),
         ),
     ),
