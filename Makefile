@@ -50,9 +50,9 @@ test-slow: setup  ## the large counts
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=many --durations=15
 
 test-gpu:  ## the tests that need a GPU; without one they are skipped
-	$(GPU_PYTHON) -m pytest tests/unit/training/test_gpu.py -m gpu -rs --durations=5
+	$(GPU_PYTHON) -m pytest tests/unit/training/test_gpu.py -m gpu -rs -W default --durations=5
 	@if $(GPU_PYTHON) -c 'import ray' 2>/dev/null; then \
-	  RAY_AUTH_MODE=disabled $(GPU_PYTHON) -m pytest tests/integration/test_gpu.py -m gpu -rs --durations=5; \
+	  RAY_AUTH_MODE=disabled $(GPU_PYTHON) -m pytest tests/integration/test_gpu.py -m gpu -rs -W default --durations=5; \
 	else echo "ray is not installed: the runs on a GPU are left out"; fi
 
 bench: setup  ## steps per second beside torch DDP, a bare Horovod loop and a plain loop (20 minutes)
