@@ -226,9 +226,7 @@ def column_tensor(table: pa.Table, name: str) -> torch.Tensor:
         column = column.flatten()
         _check_no_nulls(column, name)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
-        raise TypeError(
-            f"column '{name}' has type {column.type}, which is not numeric: set data.collate, or override Task.collate"
-        )
+        raise TypeError(f"column '{name}' has type {column.type}, which is not numeric: {_made_numeric(column.type)}")
     array = column.to_numpy(zero_copy_only=False)
     return torch.tensor(array).reshape(shape)
 
@@ -254,6 +252,16 @@ def _length(column: pa.Array, name: str) -> int:
     return found["min"] or 0
 
 
+def _made_numeric(kind: pa.DataType) -> str:
+    """Return how values of a type that holds no numbers become some."""
+    if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+        return "set data.image_size if these are images, or override Task.collate"
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        return "set data.tokenizer if this is text, make numbers of it in data.transform, or override Task.collate"
+    return "set data.collate, or override Task.collate"
+
+
 def _check_no_nulls(column: pa.Array, name: str) -> None:
-    if column.null_count:
-        raise TypeError(f"column '{name}' holds {column.null_count} nulls: fill them in data.prepare or Task.collate")
+    if count := column.null_count:
+        nulls = f"{count} null{'s' * (count > 1)}"
+        raise TypeError(f"column '{name}' holds {nulls}: fill them in data.transform or Task.collate")

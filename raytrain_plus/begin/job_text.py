@@ -25,6 +25,8 @@ class KnownData:
     rows: int
     row_groups: int
     columns: Sequence[str]
+    images: bool = False
+    """Whether a column may hold encoded images."""
 
 
 def name_of(spec: str) -> str:
@@ -60,9 +62,11 @@ def job_text(
     batch, shards = sizes_for(known.rows) if known else (64, _SHARDS)
     place = path or (f"data/{name}/train" if prepare else PLACEHOLDER)
     if known:
-        there = f"{known.rows:,} rows in {known.row_groups:,} row groups: {', '.join(known.columns)}"
+        groups = f"{known.row_groups:,} row group{'s' * (known.row_groups != 1)}"
+        there = f"{known.rows:,} rows in {groups}: {', '.join(known.columns)}"
     else:
-        there = "Parquet: a file, a folder or a pattern"
+        there = "a file, a folder or a pattern; or `dataset: MODULE:FUNCTION` in its place"
+    images = known is not None and known.images
     lines = [
         (f"task: {spec}", ""),
         *_args(spec, signature),
@@ -72,6 +76,7 @@ def job_text(
         (f"  prepare: {prepare}", "writes the data if it is missing")
         if prepare
         else ("  # prepare: MODULE:FUNCTION", "function(folder, name) that writes the data if it is missing"),
+        *([("  # image_size: [224, 224]", "decodes the images, to this height and width")] if images else []),
         (f"  batch_size: {batch}", "rows of one step, over all workers; a multiple of shards"),
         (f"  shards: {shards}", "logical shares of a batch; the result depends on them, not on the workers"),
         ("epochs: 10", "passes over the data; or `steps`"),

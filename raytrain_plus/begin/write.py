@@ -7,6 +7,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pyarrow as pa
+
 from raytrain_plus.begin.catalogue import TEMPLATES, check_installed, next_steps
 from raytrain_plus.begin.job_text import KnownData, job_text, name_of
 from raytrain_plus.data.dataset import dataset
@@ -52,7 +54,8 @@ def _look_at(data: str | None) -> tuple[KnownData | None, list[str]]:
         seen = dataset(data)
     except DataError as error:
         return None, [f"  the sizes in it do not come from the data: {error.where}: {error.what}"]
-    return KnownData(seen.rows, len(seen.unit_rows), seen.schema.names), []
+    images = "image" in seen.schema.names and pa.types.is_binary(seen.schema.field("image").type)
+    return KnownData(seen.rows, len(seen.unit_rows), seen.schema.names, images), []
 
 
 def _write(texts: dict[Path, str]) -> None:

@@ -12,12 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.of_job import MixedSource, mixed_sources, read_factor_of, sample_order_of
+from raytrain_plus.data.of_job import MixedSource, keeps_rows, mixed_sources, read_factor_of, sample_order_of
 from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import read_unit
+from raytrain_plus.data.source import class_names, read_unit
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.job.settings import Job
+from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.storage.size_text import size_text
 
 SAMPLE_BYTES = 64 << 20
@@ -26,6 +27,8 @@ SHOWN = 3
 """Values of each column that are shown."""
 LONG = 40
 """Characters of a value that are shown."""
+NAMED = 10
+"""Classes that are shown, beside the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,8 @@ class DataReport:
     read_factor: float | None
     """How often a row group is read in an epoch, on average; None for a dataset that is read by index, whose blocks are
     its row groups."""
+    kept: bool
+    """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
     epoch_s: float
     """Expected seconds of one process to read an epoch, without a transform and with nothing in memory."""
     files: int
@@ -73,6 +78,8 @@ class DataReport:
     """The sources of a mix."""
     packed: tuple[str, ...] = ()
     """How the rows were packed, in words: a line for each source of a mix."""
+    classes: tuple[str, ...] = ()
+    """The class folders of image files, in the order of their labels."""
     dropped_tokens: int | None = None
     """Tokens that fill no packed row; None if rows are not packed."""
 
@@ -91,20 +98,27 @@ class DataReport:
         if self.read_factor is None:
             said.append("  read by index")
         else:
-            said.append(f"  {self.row_groups:,} row groups of {groups} rows in {self.files:,} files")
+            said.append(f"  {plural(self.row_groups, 'row group')} of {groups} rows in {plural(self.files, 'file')}")
         width, kinds = (max(len(getattr(one, what)) for one in self.columns) for what in ("name", "type"))
         for one in self.columns:
             said.append(f"  {one.name:{width}}  {one.type:{kinds}}  {', '.join(one.values)}{_more(one, self)}")
+        if self.classes:
+            more = f", ... {len(self.classes) - 1:,} {self.classes[-1]}" if len(self.classes) > NAMED else ""
+            named = ", ".join(f"{number} {name}" for number, name in enumerate(self.classes[:NAMED]))
+            said.append(f"  labels are the folders: {named}{more}")
         often = "row once" if self.read_factor is None else f"row group {self.read_factor:.2f} times"
-        kept = "unless data.cache_mb keeps the rows in memory"
-        said.append(f"  an epoch reads each {often}: {self.epoch_s:,.1f} s for one process, {kept}")
+        if self.kept:
+            said.append("  workers keep the row groups in memory once they are read (data.cache_mb)")
+        else:
+            said.append(f"  an epoch reads each {often}: {self.epoch_s:,.1f} s for one process")
         if self.without_checksums:
-            said.append(f"  {len(self.without_checksums):,} files have no page checksums")
+            have = "has" if len(self.without_checksums) == 1 else "have"
+            said.append(f"  {plural(len(self.without_checksums), 'file')} {have} no page checksums")
         return said
 
 
 def _more(column: Column, report: DataReport) -> str:
-    more = f"; {column.nulls:,} nulls in {report.looked_at:,} rows" if column.nulls else ""
+    more = f"; {plural(column.nulls, 'null')} in {plural(report.looked_at, 'row')}" if column.nulls else ""
     if column.items is None:
         return more
     whole = f"{column.items * report.rows:,.0f} in all"
@@ -142,10 +156,12 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         bytes=sum(seen.unit_bytes),
         looked_at=table.num_rows,
         read_factor=factor,
+        kept=factor is not None and keeps_rows(job, seen),
         epoch_s=seconds / read * sum(seen.unit_bytes) * (factor or 1),
         files=len(files),
         without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
         mix=mixed_sources(job, seen),
+        classes=tuple(class_names(seen)),
         packed=tuple(
             (f"source {number}: " if seen.sources else "") + source.line() for number, source in enumerate(packed)
         ),

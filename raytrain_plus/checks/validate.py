@@ -19,6 +19,7 @@ from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import (
     MixedSource,
     check_profiled,
+    keeps_rows,
     mixed_sources,
     odd_sizes,
     read_factor_of,
@@ -117,6 +118,8 @@ class Report:
     """The sources of a mix."""
     many_passes: str = ""
     """Why GPUs are used badly; empty if they are not."""
+    kept: bool = False
+    """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
 
     @property
     def most_stages(self) -> int:
@@ -146,12 +149,7 @@ class Report:
             said += [source.line() for source in self.mix]
             said += [f"  warning: {odd}" for odd in self.odd_sizes]
             if self.read_factor is not None:
-                said.append(
-                    f"  each row group is read {self.read_factor:.2f} times in an epoch, because shards share row "
-                    "groups"
-                )
-                if self.read_factor > FACTOR_WARNING:
-                    said.append("  warning: most reads are wasted; write smaller row groups, or use fewer data.shards")
+                said += self._read_lines(self.read_factor)
             said += self._checksum_lines()
         for size in self.sizes:
             replicas = f"{plural(size.replicas, 'replica')} of {plural(size.stages, 'stage')}, " * (
@@ -169,6 +167,14 @@ class Report:
         return said + [
             f"  warning: the model does not fit on workers with this machine's memory: {why}" for why in self.misfits
         ]
+
+    def _read_lines(self, factor: float) -> list[str]:
+        if self.kept:
+            return ["  workers keep the row groups in memory once they are read (data.cache_mb)"]
+        said = [f"  each row group is read {factor:.2f} times in an epoch, because shards share row groups"]
+        if factor > FACTOR_WARNING:
+            said.append("  warning: most reads are wasted; use fewer data.shards, or Parquet of smaller row groups")
+        return said
 
     def _checksum_lines(self) -> list[str]:
         missing = self.without_checksums
@@ -297,6 +303,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         trial=trial,
         mix=mixed_sources(job, seen),
         many_passes=passes,
+        kept=keeps_rows(job, seen),
     )
 
 

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, sizes_of, source_files
-from raytrain_plus.data.convert.formats import format_of, is_saved
-from raytrain_plus.data.convert.iterated import content_of, read_once
+from raytrain_plus.data.convert.formats import format_of, is_saved, unknown_format
+from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.packing import packed
-from raytrain_plus.data.convert.parts import is_complete
+from raytrain_plus.data.convert.parts import content_of, is_complete
 from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
@@ -42,7 +42,10 @@ def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | N
         return index(base)
     kind = format_ or format_of(base)
     if kind == "parquet":
-        return index(base)
+        try:
+            return index(base)
+        except DataError as error:
+            raise error if format_ is not None or split_pattern(base)[1] else unknown_format(base, error) from None
     if kind == "huggingface" and not is_saved(base):
         return index(only_split(base))
     files = source_files(base, kind)
@@ -53,7 +56,7 @@ def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | N
         with conversion_view(sys.stderr, base.name, len(earlier(target)) > 0) as told:
             target = converted(base, kind, told, target.parent, partial(told, copying=True))
     origin = Origin(spelled(base), kind, tuple(zip(map(spelled, files), sizes_of(files), strict=True)))
-    return replace(index(target), origin=origin)
+    return _converted_index(target, origin)
 
 
 def returned_dataset(
@@ -82,10 +85,14 @@ def returned_dataset(
     if found.kind == "ray" and began_without_ray and _ray_runs():
         # Started by the user's function; a run starts or joins its own.
         sys.modules["ray"].shutdown()
-    seen = index(target)
-    # Footers can be equal though rows have another order.
-    both = hashlib.sha256(f"{seen.fingerprint}\0{content_of(target)}".encode()).hexdigest()
-    return replace(seen, fingerprint=both, origin=Origin(spec, None, (), run))
+    return _converted_index(target, Origin(spec, None, (), run))
+
+
+def _converted_index(folder: Path, origin: Origin) -> Index:
+    """Return the index of converted data, with a fingerprint of all values: their footers do not tell every change."""
+    seen = index(folder)
+    both = hashlib.sha256(f"{seen.fingerprint}\0{content_of(folder)}".encode()).hexdigest()
+    return replace(seen, fingerprint=both, origin=origin)
 
 
 def _ray_runs() -> bool:

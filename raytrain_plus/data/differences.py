@@ -10,7 +10,14 @@ from raytrain_plus.data.items import changes_of
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Describe by file how the data of two `Index.to_json` differs."""
+    """Describe by file how the data of two `Index.to_json` differs; by its rows if its files tell no difference."""
+    found = _differences(now, then)
+    if not found and now["fingerprint"] != then["fingerprint"]:
+        found = ["some rows have other values, or another order"]
+    return found
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
@@ -20,6 +27,10 @@ def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     if "dataset" in now or "dataset" in then:
         both = "dataset" in now and "dataset" in then
         return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
+    if "converted_from" in now and "converted_from" in then:
+        # Their files are those of the conversion, whose names tell a user nothing.
+        fewer = [f"it has {now['rows']:,} rows, not {then['rows']:,}"] if now["rows"] != then["rows"] else []
+        return found or fewer
     return found + _differences_of_files(now["files"], then["files"])
 
 
@@ -32,7 +43,7 @@ def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> li
     indexed = {str(number) for number, source in enumerate(mine) if "dataset" in source}
     for number, (one, there) in enumerate(zip(mine, theirs, strict=True)):
         # Their files are compared below.
-        own = differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
+        own = _differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
         found += [f"source {number}: {difference}" for difference in own]
     kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
     return found + _differences_of_files(*kept)

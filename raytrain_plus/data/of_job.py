@@ -142,6 +142,11 @@ def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
     return _rows(job, data, sample_order_of(job, data), transform)
 
 
+def keeps_rows(job: Job, data: Index) -> bool:
+    """Return whether workers keep the row groups that they train on in memory once they are read."""
+    return job.data.transform is None and rows_of(job, data, None).fit(job.data.cache_mb)
+
+
 def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
     """Return what reads the held-out rows."""
     return _rows(job, data, evaluation_order_of(job, data), transform)

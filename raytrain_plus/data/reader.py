@@ -244,7 +244,7 @@ class Batches:
         self._first_step = first_step
         self._microbatch_rows = microbatch_rows(self._sample_order, microbatches)
         self._collate = collate
-        self._keep_units = rows.as_read and sum(rows.index.unit_bytes) + 8 * rows.index.rows <= cache_mb << 20
+        self._keep_units = rows.fit(cache_mb)
         self._units: dict[int, pa.Table] = {} if before is None else before.cached_units
         self._before = before
         self._pin = pin

@@ -255,9 +255,8 @@ def _without_files(source: Index) -> dict[str, Any]:
 def check_alike(seen: Index, held_out: Index) -> None:
     """Raise `DataError` if the held-out data has other columns than the training data."""
     if not held_out.schema.equals(seen.schema):
-        names = sorted(set(held_out.schema.names) ^ set(seen.schema.names)) or ["same names, different types or order"]
         raise DataError(
-            f"the held-out data has other columns than the training data: {', '.join(names)}",
+            f"the held-out data has other columns than the training data: {_other_columns(seen, held_out)}",
             where=f"evaluate.path: {held_out.named}",
             expected=f"the columns of {seen.named}: {', '.join(seen.schema.names)}",
         )
@@ -269,6 +268,15 @@ def check_alike(seen: Index, held_out: Index) -> None:
             expected=f"the class folders of {seen.named}: labels number them",
             remedy="put an image of each class into both folders",
         )
+
+
+def _other_columns(seen: Index, held_out: Index) -> str:
+    """Name the columns that only one of them has, or those of other types, or say that their order differs."""
+    mine, theirs = ({field.name: field.type for field in one.schema} for one in (seen, held_out))
+    if names := sorted({*mine} ^ {*theirs}):
+        return ", ".join(names)
+    types = [f"'{name}' is {kind}, not {mine[name]}" for name, kind in theirs.items() if kind != mine[name]]
+    return ", ".join(types) or f"their order is {', '.join(theirs)}"
 
 
 def class_names(data: Index) -> list[str]:

@@ -64,6 +64,10 @@ class Rows:
         """Whether nothing is done to rows once they are read."""
         return self.transform is None and not self.before and not self.after
 
+    def fit(self, cache_mb: int) -> bool:
+        """Return whether a worker may keep all rows in so many megabytes of memory."""
+        return self.as_read and sum(self.index.unit_bytes) + 8 * self.index.rows <= cache_mb << 20
+
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
         return self._cut(self._between(row_range), row_range)

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset"]
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset", "lance"]
 """The formats of data."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]

@@ -41,8 +41,9 @@ class Data:
 
     format: Format | None = None
     """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
-    folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files)
-    or `webdataset` (tar files of samples). Default None: what the names of the files say.
+    folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files),
+    `webdataset` (tar files of samples) or `lance` (the newest version of a Lance dataset, a folder; needs the extra
+    `lance` of this package). Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again.

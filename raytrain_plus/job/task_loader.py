@@ -241,7 +241,7 @@ def _load(spec: str, roots: Sequence[Path], what: str) -> Any:
 def _not_imported(error: BaseException, module: str, where: str, roots: Sequence[Path]) -> TaskError:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and (module == missing or module.startswith(missing + ".")):
-        searched = ", ".join(str(root) for root in roots)
+        searched = ", ".join(dict.fromkeys(map(str, roots)))
         return TaskError(
             f"module '{missing}' not found",
             where=where,

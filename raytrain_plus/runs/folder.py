@@ -131,13 +131,18 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
         raise InputError(
             f"the folder has the run of another job; they differ in {', '.join(differing)}",
             where=where,
-            remedy=f"only {' and '.join(may_change)} may change when a run is resumed"
+            remedy=f"only {_listed(may_change)} may change when a run is resumed; to start over, use run --fresh"
             if may_change
             else "move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
     done = result is not None and result.status == "finished" and not {"steps", "early_stop"} & {*differs}
     return result if done else None
+
+
+def _listed(names: Collection[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def find_run(name: str, storage: str) -> Folder:

@@ -50,7 +50,7 @@ class ShardCost:
             return ""
         what = (
             f"each of the {self.shards} shards costs {1000 * self.own_s:.2f} ms beside the {1000 * self.passes_s:.2f} "
-            f"ms that the passes of its {self.rows:,} rows take, more than a fifth; "
+            f"ms that the passes of its {self.rows:,} row{'s' * (self.rows != 1)} take, more than a fifth; "
         )
         if self.fewer is None:
             return what + "so it would with any number of them: a larger data.batch_size lowers that share"

@@ -50,6 +50,10 @@ def write(path: Path, format_: str, made: list[dict[str, Any]]) -> Path:
         for name, part in (("a.jsonl", made[:half]), ("b.jsonl", made[half:])):
             (path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
         return path / "*.jsonl"
+    if format_ == "lance":
+        lance = pytest.importorskip("lance")
+        lance.write_dataset(pa.Table.from_pylist(made), str(path / "rows.lance"), max_rows_per_file=250)
+        return path / "rows.lance"
     table = pa.Table.from_pylist(made)
     with pa.OSFile(str(path / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as to:
         to.write_table(table, 50)
@@ -104,6 +108,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
         pytest.param("csv", 3, marks=SLOW),
         pytest.param("huggingface", 2, marks=SLOW),
         pytest.param("arrow", 2, marks=SLOW),
+        pytest.param("lance", 2, marks=SLOW),
     ],
 )
 def test_every_format_trains_alike_through_a_kill(tmp_path: Path, alone: Result, format_: str, size: int) -> None:
@@ -222,3 +227,24 @@ def test_a_mix_trains_alike_on_any_number_of_workers_through_a_kill(
         found = audit(one.path)
         assert found.clean, found.faults
         assert {epoch.source for epoch in found.epochs} == {0, 1, 2}
+
+
+@SLOW
+def test_a_packed_mix_trains_alike_through_a_kill(tmp_path: Path, cluster: Cluster) -> None:
+    save(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer_config.json").write_text('{"eos_token": "[PAD]"}')
+    for name, first, count in (("web", 0, 1200), ("code", 5000, 400), ("held", 9000, 130)):
+        documents = texts(first + count)[first:]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    mix = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": weight} for name, weight in (("web", 3), ("code", 1))]
+    settings: dict[str, Any] = {
+        "task": "tasks:Texts",
+        "data": Data(mix=mix, tokenizer=str(tmp_path / "saved"), pack=16, batch_size=48, shards=8),
+        "evaluate": Evaluate(path=str(tmp_path / "held.jsonl"), every_steps=50),
+    }
+    alone = Run(job_of(tmp_path / "alone", "arrow", workers=Workers(min=1, max=1), **settings)).finish()
+    assert (alone.status, alone.error) == ("finished", None)
+    result = check_alike_through_a_kill(job_of(tmp_path / "many", "arrow", **settings, **many(2)), 2, alone)
+    described = json.loads((Path(result.path) / "dataset.json").read_text())
+    assert [source["packed"]["documents"] for source in described["sources"]] == [1200, 400]
+    assert {epoch.source for epoch in audit(result.path).epochs} == {0, 1}

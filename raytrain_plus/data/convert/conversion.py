@@ -22,6 +22,7 @@ from raytrain_plus.data.convert.csv_rows import CsvRows
 from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
 from raytrain_plus.data.convert.image_files import ImageFiles
 from raytrain_plus.data.convert.jsonl import JsonLines
+from raytrain_plus.data.convert.lance_rows import LanceRows, lance_files
 from raytrain_plus.data.convert.parts import (
     Parts,
     Progress,
@@ -45,9 +46,9 @@ READERS: Mapping[Format, Callable[[], Records]] = {
     "text": TextLines,
     "webdataset": TarSamples,
 }
-"""For each format that is converted, what reads it; images need more: see `_reader`."""
-_VERSION = 1
-"""Raised when the same source is to be converted differently."""
+"""For each format that is converted, what reads it; images and Lance need more: see `_reader`."""
+_VERSION = 2
+"""Raised when the same source is to be converted differently; 2 has a digest of the content."""
 
 Told = Callable[[int, int], None]
 """Called now and then with the bytes of the source that are read, and those that there are."""
@@ -57,6 +58,8 @@ def source_files(path: Place, format_: Format) -> list[Place]:
     """Return the files of the data at a place, in the order of their rows. Raises `DataError` without any."""
     if format_ == "huggingface":
         return _saved_files(path)
+    if format_ == "lance":
+        return lance_files(path)
     return list(find_files(path, SUFFIXES[format_], format_).places)
 
 
@@ -182,6 +185,8 @@ def _root(path: Place) -> Place:
 def _reader(root: Place, format_: Format, files: Sequence[Path]) -> Records:
     if format_ == "images":
         return ImageFiles(Path(str(root)), files)
+    if format_ == "lance":
+        return LanceRows(Path(str(root)), files)
     return READERS[format_]()
 
 

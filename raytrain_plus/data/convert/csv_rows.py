@@ -27,6 +27,14 @@ _WRITTEN = (
     (pa.float64(), r"^([-+]?(0|[1-9]\d*)(\.\d*)?([eE][-+]?\d+)?|[-+]?\.\d+([eE][-+]?\d+)?|[-+]?([nN]a[nN]|[iI]nf))$"),
 )
 """How the values of a type are written; a whole number of more digits stays text, unless it has a fraction."""
+_SEPARATORS = {
+    "\t": ("tabs", "give it a name that ends in .tsv"),
+    ",": ("commas", "give it a name that ends in .csv"),
+    ";": ("semicolons", "write it with commas, and numbers with decimal points"),
+}
+"""What may separate values -> its name, and what to do if the file's name promises another one."""
+_NUMBER, _FRACTION = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"), re.compile(r"[-.]")
+"""A name that is a number, and what such a name holds that is no year or position."""
 _ROUNDED = r"^[-+]?\d{16,}$"
 """Whole numbers that a fraction may not hold exactly."""
 
@@ -57,12 +65,37 @@ def _schema(file: Path, whole: bool) -> pa.Schema:
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise DataError(f"column '{twice}' is there twice", where=str(file), remedy="give each its own name")
+        _check_header(file, names)
         for batch in batches:
             for name in names:
                 found[name] = _either(found.get(name), _type_of(batch.column(name)))
             if not whole:
                 break
     return pa.schema([pa.field(name, found.get(name) or pa.string()) for name in names])
+
+
+def _delimiter(file: Path) -> str:
+    return "\t" if _TABS.search(file.name.lower()) else ","
+
+
+def _check_header(file: Path, names: Sequence[str]) -> None:
+    """Raise `DataError` if the first line holds no names of columns, or other separators than the file's name says."""
+    own = _delimiter(file)
+    other = next((one for one in _SEPARATORS if one != own and one in names[0]), None) if len(names) == 1 else None
+    if other is not None:
+        word, remedy = _SEPARATORS[other]
+        raise DataError(
+            f"its only column is {names[0]!r}: the names are separated by {word}",
+            where=f"{file}, line 1",
+            expected=f"values separated by {_SEPARATORS[own][0]}",
+            remedy=remedy,
+        )
+    if all(map(_NUMBER.fullmatch, names)) and any(map(_FRACTION.search, names)):
+        raise DataError(
+            f"the first line holds numbers, not the names of columns: {', '.join(names[:3])}",
+            where=f"{file}, line 1",
+            remedy="insert a line with the names",
+        )
 
 
 def _type_of(column: pa.Array | pa.ChunkedArray) -> pa.DataType | None:
@@ -108,7 +141,7 @@ def _typed(table: pa.Table, schema: pa.Schema, file: Path) -> pa.Table:
 @contextmanager
 def _opened(file: Path) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingReader]]:
     """Open a file; yield it, and its rows as text. Raises `DataError` if it cannot be read."""
-    parsing = pa.csv.ParseOptions(delimiter="\t" if _TABS.search(file.name.lower()) else ",", newlines_in_values=True)
+    parsing = pa.csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)
     reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
     try:
         with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from raytrain_plus.data.files import is_file, names_below
+from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
-from raytrain_plus.storage.place import Place
+from raytrain_plus.storage.place import Place, RemotePath
 
 PACKED: Mapping[str, str] = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffixes of compressed files, which follow those of the formats whose files are text -> pyarrow's names for them."""
@@ -23,11 +24,14 @@ SUFFIXES: Mapping[Format, tuple[str, ...]] = {
     "huggingface": (".arrow",),
     "images": (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
     "webdataset": (".tar", ".tar.gz", ".tgz"),
+    "lance": (".lance",),
 }
-"""For each format, how the names of its files end."""
+"""For each format, how the names of its files end; of Lance, those of its folders too."""
 
 SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 """The files by which `save_to_disk` of Hugging Face's `datasets` marks a folder: of several splits, and of one."""
+_MAGIC = b"PAR1"
+"""How a Parquet file begins."""
 
 
 def format_of(path: Place) -> Format:
@@ -46,6 +50,41 @@ def format_of(path: Place) -> Format:
     if images > found.total() and "parquet" not in found:
         return "images"
     return next(iter(found)) if len(found) == 1 else "parquet"
+
+
+def unknown_format(path: Place, error: DataError) -> DataError:
+    """Return what to say of data that was taken for Parquet because its names tell no other format.
+
+    `error`: what reading it as Parquet says; returned if it is Parquet, or a pattern.
+    """
+    file = is_file(path)
+    names = [path.name] if file else names_below(path)
+    found = Counter(one for name in names if (one := _of_name(name)) is not None)
+    if "parquet" in found or (file and _may_be_parquet(path)):
+        return error
+    if found:
+        there = ", ".join(f"{count} {name}" for name, count in found.most_common())
+        first = path / f"*{SUFFIXES[next(iter(found))][0]}"
+        remedy = f"set data.format to one of them, or name the files of one, such as {first}"
+        return DataError(f"holds files of several formats: {there}", where=str(path), remedy=remedy)
+    named = ", ".join(dict.fromkeys(f"*{suffixes[0]}" for suffixes in SUFFIXES.values()))
+    return DataError(
+        "is not a Parquet file, and its name tells no other format" if file else error.what,
+        where=str(path),
+        expected=f"a file named as {named}" if file else f"files named as {named}",
+        remedy="rename the file, or set data.format" if file else "put the data there; or set data.format",
+    )
+
+
+def _may_be_parquet(file: Place) -> bool:
+    """Return whether a file begins as Parquet, or cannot be read at all."""
+    try:
+        if isinstance(file, RemotePath):
+            return bool(file.read(lambda opened: opened.read_at(len(_MAGIC), 0)) == _MAGIC)
+        with file.open("rb") as opened:
+            return opened.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return True
 
 
 def is_saved(folder: Place) -> bool:

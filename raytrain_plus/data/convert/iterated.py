@@ -29,9 +29,6 @@ FIRST = 64
 SAMPLE = 1000
 """Items whose types decide the columns."""
 
-_CONTENT = "_content"
-"""The file with the digest of all rows."""
-
 Told = Callable[[int], None]
 """Called now and then with the number of items that have been read."""
 
@@ -52,11 +49,6 @@ def read_once(dataset: UserDataset, cache: Path, told: Told, *, in_worker: bool 
         )
     made_once(target, dataset.spec, lambda partial: _write(dataset, first, partial, told))
     return target
-
-
-def content_of(folder: Path) -> str:
-    """Return the digest of all rows that `read_once` has written into a folder, in order."""
-    return (folder / _CONTENT).read_text()
 
 
 def _folder_name(dataset: UserDataset, first: str) -> str:
@@ -87,10 +79,6 @@ def _write(dataset: UserDataset, first: str, partial: Path, told: Told) -> None:
         told(read)
     if parts is not None:
         parts.end()
-    content = hashlib.sha256()
-    for file in sorted(partial.glob("part-*.parquet")):
-        content.update(file.read_bytes())
-    (partial / _CONTENT).write_text(content.hexdigest())
 
 
 def _tables(dataset: UserDataset, first: str) -> Iterator[pa.Table]:

@@ -101,7 +101,10 @@ def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.Arr
             return DataError(f"is not JSON: {first_line(broken)}", where, remedy="correct the line, or remove it")
         if not isinstance(value, dict):
             return DataError(
-                f"is a JSON {type(value).__name__}, not an object", where, expected='{"column": value, ...}'
+                f"is a JSON {type(value).__name__}, not an object",
+                where,
+                expected='{"column": value, ...}',
+                remedy="write each row as an object on a line of its own",
             )
         if changed and rows == int(changed["row"]) + 1:
             what = f"column '{changed['name']}' {changed['how']}"

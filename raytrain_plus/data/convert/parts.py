@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import os
@@ -26,6 +27,9 @@ GROUPS = 64
 """Row groups of a part."""
 PROGRESS, COMPLETE = "_progress.json", "_complete.json"
 """How far a conversion is; and, once it is complete, its parts and their sizes in bytes."""
+_CONTENT = "_content"
+"""The digest of all parts: their footers can be equal though a row differs, or rows have another order."""
+_READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +75,22 @@ def part_name(number: int) -> str:
 
 
 def mark_complete(folder: Path) -> None:
-    """Record the parts of a conversion that is complete."""
-    sizes = {file.name: file.stat().st_size for file in folder.glob("part-*.parquet")}
+    """Record the parts of a conversion that is complete, and the digest of their content."""
+    files = sorted(folder.glob("part-*.parquet"))
+    content = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            while some := opened.read(_READ_BYTES):
+                content.update(some)
+    (folder / _CONTENT).write_text(content.hexdigest())
+    sizes = {file.name: file.stat().st_size for file in files}
     (folder / COMPLETE).write_text(json.dumps(sizes))
     (folder / PROGRESS).unlink()
+
+
+def content_of(folder: Path) -> str:
+    """Return the digest of all rows of a complete conversion, in order."""
+    return (folder / _CONTENT).read_text()
 
 
 def is_complete(folder: Path) -> bool:

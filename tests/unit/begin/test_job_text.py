@@ -69,7 +69,12 @@ def test_what_is_known_of_the_data_gives_the_sizes_and_is_told() -> None:
     text = written(Plain, "data", KNOWN)
     assert "# 1,437 rows in 23 row groups: pixels, label" in text
     assert (read(text).data.batch_size, read(text).data.shards) == (64, 8)
-    assert read(written(Plain, "data", KnownData(5, 1, ["x"]))).data.batch_size == 5
+    one = written(Plain, "data", KnownData(5, 1, ["x"]))
+    assert "# 5 rows in 1 row group: x" in one
+    assert read(one).data.batch_size == 5
+    pictures = written(Plain, "data", KnownData(5, 1, ["image", "label"], images=True))
+    assert ("# image_size: [224, 224]" in pictures, "image_size" in one) == (True, False)
+    assert read(pictures.replace("  # image_size", "  image_size")).data.image_size == [224, 224]
 
 
 def test_the_arguments_are_those_of_the_constructor() -> None:

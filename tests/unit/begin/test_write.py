@@ -108,6 +108,11 @@ def test_a_job_for_a_task_takes_its_sizes_from_the_data(here: Path, capsys: pyte
     assert (job.name, job.task, job.data.path) == ("my_task", "my_own:MyTask", "rows.parquet")
     assert (job.data.batch_size, job.data.shards) == (32, 8)
     assert "700 rows in 7 row groups: x" in (here / "my_task.yaml").read_text()
+    assert "image_size" not in (here / "my_task.yaml").read_text()
+    pq.write_table(pa.table({"image": [b"png"] * 9}), here / "pictures.parquet")
+    assert said("new-job", "my_own:MyTask", "--data", "pictures.parquet", "--to", "pictures.yaml") == 0
+    assert "  # image_size: [224, 224]" in (here / "pictures.yaml").read_text()
+    capsys.readouterr()
     assert said("new-job", "my_own:MyTask") == 2
     assert "my_task.yaml: exists, and is not overwritten" in capsys.readouterr().err
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from raytrain_plus import Task
 from raytrain_plus.checks.data_report import data_report
@@ -14,8 +16,8 @@ from raytrain_plus.errors import DataError
 from raytrain_plus.job.settings import Data, Job
 
 
-def job(path: Path) -> Job:
-    return Job(name="x", task=Task, data=Data(path=str(path), batch_size=8, shards=4), steps=2)
+def job(path: Path, **data: Any) -> Job:
+    return Job(name="x", task=Task, data=Data(path=str(path), batch_size=8, shards=4, **data), steps=2)
 
 
 def test_rows_columns_and_values_are_shown(tmp_path: Path) -> None:
@@ -35,9 +37,13 @@ def test_rows_columns_and_values_are_shown(tmp_path: Path) -> None:
     assert said[0].startswith(f"{tmp_path}/data: 100 rows, ")
     assert said[1] == "  4 row groups of 20 to 40 rows in 2 files"
     assert said[2] == "  tokens  list<element: int64>  [], [0], [0, 1]; 2.0 items on average, at most 4, 200 in all"
-    assert said[3] == "  label   int64                 0, 1, 2; 1 nulls in 100 rows"
+    assert said[3] == "  label   int64                 0, 1, 2; 1 null in 100 rows"
     assert said[4].endswith(f"'{'a' * 36}...")
-    assert said[5].startswith("  an epoch reads each row group 1.75 times: ")
+    assert said[5] == "  workers keep the row groups in memory once they are read (data.cache_mb)"
+    assert said[6] == "  1 file has no page checksums"
+    read_again = data_report(job(tmp_path / "data", cache_mb=0), [])
+    assert (found.kept, read_again.kept) == (True, False)
+    assert read_again.lines()[5].startswith("  an epoch reads each row group 1.75 times: ")
     assert found.to_json()["columns"][1]["nulls"] == 1
 
 
@@ -49,6 +55,22 @@ def test_converted_data_is_named_by_its_source(tmp_path: Path, monkeypatch: pyte
     assert found.converted is not None
     assert found.converted.startswith(str(tmp_path / "home" / ".cache" / "raytrain_plus" / "data" / "rows-"))
     assert found.lines()[1] == f"  converted to Parquet in {found.converted}"
+
+
+def test_the_folders_of_images_are_named_in_the_order_of_their_labels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for number in range(12):
+        folder = tmp_path / "pictures" / f"kind{number:02}"
+        folder.mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(folder / "a.png")
+    found = data_report(job(tmp_path / "pictures", image_size=(4, 4)), [])
+    assert found.classes[:2] == ("kind00", "kind01")
+    (line,) = (line for line in found.lines() if "labels" in line)
+    assert line.startswith("  labels are the folders: 0 kind00, 1 kind01, ")
+    assert line.endswith("9 kind09, ... 11 kind11")
+    assert not found.kept, "images are decoded after they are read"
 
 
 def test_data_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:

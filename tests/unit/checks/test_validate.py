@@ -43,6 +43,18 @@ def job(tmp_path: Path, prepare: str | None = None, data: str = "data", held_out
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "kept"), [({}, True), ({"cache_mb": 0}, False), ({"transform": "examples.digits:prepare"}, False)]
+)
+def test_only_reads_that_are_repeated_are_warned_of(tmp_path: Path, changes: dict[str, Any], kept: bool) -> None:
+    write(tmp_path / "data", "x")
+    write(tmp_path / "held_out", "x")
+    plain = job(tmp_path)
+    said = validate_job(replace(plain, data=replace(plain.data, shards=8, **changes)), []).lines()
+    assert ("  workers keep the row groups in memory once they are read (data.cache_mb)" in said) == kept
+    assert any("most reads are wasted; use fewer data.shards, or" in line for line in said) != kept
+
+
 def test_a_storage_that_does_not_answer_delays_validation_by_at_most_10_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from raytrain_plus.data.collate import READY, pack, pad, set_collate
 from raytrain_plus.data.reader import collates_rows
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.value_checks import COLLATES
-from raytrain_plus.task import Task
+from raytrain_plus.task import Task, column_tensor
 
 IDS = [[5, 6, 7], [8], [], [9, 10]]
 
@@ -74,9 +74,9 @@ def test_a_mask_of_the_data_is_kept() -> None:
 @pytest.mark.parametrize(
     ("column", "what"),
     [
-        (pa.array([[1], None]), "holds 1 nulls"),
-        (pa.array([[1, None]]), "holds 1 nulls"),
-        (pa.array(["a", None]), "holds 1 nulls"),
+        (pa.array([[1], None]), "holds 1 null"),
+        (pa.array([[1, None]]), "holds 1 null"),
+        (pa.array(["a", None]), "holds 1 null"),
         (pa.array([["a"]]), "not numeric"),
         (pa.array([b"a"]), "not numeric"),
     ],
@@ -84,6 +84,20 @@ def test_a_mask_of_the_data_is_kept() -> None:
 def test_what_cannot_be_filled_up_is_named(column: pa.Array, what: str) -> None:
     with pytest.raises(TypeError, match=f"column 'a' .*{what}"):
         pad(pa.table({"a": column}))
+
+
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (b"png", "set data.image_size if these are images, or override Task.collate"),
+        ("text", "set data.tokenizer if this is text, make numbers of it in data.transform, or override Task.collate"),
+        ({"a": 1}, "set data.collate, or override Task.collate"),
+    ],
+)
+def test_the_remedy_fits_what_is_not_numeric(value: Any, remedy: str) -> None:
+    with pytest.raises(TypeError, match="which is not numeric") as caught:
+        column_tensor(pa.table({"x": [value]}), "x")
+    assert str(caught.value).endswith(f": {remedy}")
 
 
 class Own(Task):
@@ -190,7 +204,7 @@ def test_empty_rows_are_documents_without_tokens() -> None:
         ({"input_ids": [[1]], "position_ids": [[1]]}, "column 'position_ids' has the name of a tensor"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1, 0]]}, "column 'attention_mask' masks tokens"),
         ({"input_ids": pa.array([[], []], pa.list_(pa.int64()))}, "column 'input_ids' is empty in all 2 rows"),
-        ({"input_ids": [[1], None]}, "column 'input_ids' holds 1 nulls"),
+        ({"input_ids": [[1], None]}, "column 'input_ids' holds 1 null"),
         ({"input_ids": [["a"]]}, "not numeric"),
     ],
 )

@@ -441,7 +441,7 @@ def test_of_steps_collated_at_once_the_one_that_cannot_be_is_known(tmp_path: Pat
     with feed:
         for step in range(12):
             feed.get(step, 20)
-        with pytest.raises(TrainingError, match="column 'x' holds 1 nulls"):
+        with pytest.raises(TrainingError, match="column 'x' holds 1 null"):
             feed.get(12, 20)
     assert feed.failed == (12, 0)
 

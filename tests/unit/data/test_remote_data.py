@@ -288,6 +288,25 @@ def test_images_have_the_same_classes(tmp_path: Path, away: Folder) -> None:
         assert there.fingerprint == here.fingerprint
 
 
+def test_a_lance_dataset_is_copied_with_the_files_of_its_rows(tmp_path: Path, away: Folder) -> None:
+    lance = pytest.importorskip("lance")
+    folder = tmp_path / "rows.lance"
+    made = lance.write_dataset(pa.Table.from_pylist(ROWS), str(folder), max_rows_per_file=1100)
+    made.delete("id < 10")
+    upload(folder, away)
+    here = dataset(folder, cache=tmp_path / "here")
+    there = dataset(away.address, "lance", cache=tmp_path / "there")
+    assert (there.fingerprint, there.rows) == (here.fingerprint, len(ROWS) - 10)
+    assert there.origin is not None
+    assert all("_transactions" not in file for file, _ in there.origin.files)
+    assert dataset(away.address, cache=tmp_path / "there").path == there.path, "the format is recognised"
+    assert not list(tmp_path.glob("there/.*.copy"))
+    away.write("data/" + next((folder / "data").iterdir()).name, [b"cut"])
+    with pytest.raises(DataError, match="is not a readable Lance dataset") as caught:
+        dataset(away.address, "lance", cache=tmp_path / "again")
+    assert caught.value.where == away.address.partition("?")[0]
+
+
 def test_a_changed_source_is_converted_again(tmp_path: Path, away: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     away.write("a.jsonl", [b'{"x": 1}\n'])
     first = dataset(inside(away, "*.jsonl"), cache=tmp_path)

@@ -14,7 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import Index, check_enough, check_restored, check_unchanged, index, read_unit
+from raytrain_plus.data.source import (
+    Index,
+    check_alike,
+    check_enough,
+    check_restored,
+    check_unchanged,
+    index,
+    read_unit,
+)
 from raytrain_plus.errors import DataChanged, DataError
 
 
@@ -48,6 +56,23 @@ def test_units_come_file_by_file_and_group_by_group(tmp_path: Path) -> None:
 def test_one_file_is_a_dataset(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", 5, 100)
     assert read_unit(index(tmp_path / "b.parquet"), 1).column("x").to_pylist() == [104]
+
+
+def test_held_out_data_with_other_columns_is_told_apart(tmp_path: Path) -> None:
+    tables = {
+        "seen": pa.table({"a": [1], "b": ["x"]}),
+        "typed": pa.table({"a": [0.5], "b": ["x"]}),
+        "turned": pa.table({"b": ["x"], "a": [1]}),
+        "named": pa.table({"a": [1], "c": ["x"]}),
+    }
+    for name, table in tables.items():
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    made = {name: index(tmp_path / f"{name}.parquet") for name in tables}
+    check_alike(made["seen"], made["seen"])
+    for name, words in (("typed", "'a' is double, not int64"), ("turned", "their order is b, a"), ("named", "b, c")):
+        with pytest.raises(DataError) as caught:
+            check_alike(made["seen"], made[name])
+        assert caught.value.what.endswith(f"than the training data: {words}")
 
 
 def test_the_fingerprint_knows_content_but_no_place_and_no_time(tmp_path: Path) -> None:

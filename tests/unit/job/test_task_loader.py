@@ -133,6 +133,9 @@ def test_a_missing_module_says_where_it_was_looked_for(tmp_path: Path) -> None:
     text = failure("nowhere_at_all:Mine", tmp_path)
     assert "module 'nowhere_at_all' not found" in text
     assert str(tmp_path) in text
+    with pytest.raises(TaskError) as caught:
+        load_function("nowhere_at_all:made", [tmp_path, tmp_path])
+    assert caught.value.expected == f"module:name, importable from {tmp_path}"
 
 
 def test_a_missing_class_suggests_the_nearest(tmp_path: Path) -> None:

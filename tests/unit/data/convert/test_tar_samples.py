@@ -156,7 +156,7 @@ def test_it_continues_after_any_part(tmp_path: Path, small: None, name: str) -> 
 
     whole = converted(tmp_path / "shards", "webdataset", quiet, tmp_path / "whole")
     assert pq.read_table(whole).to_pylist() == rows(150)
-    for number in range(1, len(made(whole)) - 1):
+    for number in range(1, len([*whole.glob("part-*")])):
         cache = tmp_path / f"cache{number}"
 
         def cut(read: int, of: int, cache: Path = cache, number: int = number) -> None:
