@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# On a machine with a GPU, the Python that has torch's CUDA build is used if `make setup` has made no .venv there.
+GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow unit check bench bench-costs bench-recovery clean
+.PHONY: help setup demo test test-slow test-gpu unit check bench bench-costs bench-gpu bench-recovery clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -47,6 +49,12 @@ test: setup check unit  ## set up, check, and run every test but the slow ones
 test-slow: setup  ## the large counts
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=many --durations=15
 
+test-gpu:  ## the tests that need a GPU; without one they are skipped
+	$(GPU_PYTHON) -m pytest tests/unit/training/test_gpu.py -m gpu -rs -W default --durations=5
+	@if $(GPU_PYTHON) -c 'import ray' 2>/dev/null; then \
+	  RAY_AUTH_MODE=disabled $(GPU_PYTHON) -m pytest tests/integration/test_gpu.py -m gpu -rs -W default --durations=5; \
+	else echo "ray is not installed: the runs on a GPU are left out"; fi
+
 bench: setup  ## steps per second beside torch DDP, a bare Horovod loop and a plain loop (20 minutes)
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.steps
 
@@ -55,6 +63,9 @@ bench-costs: setup  ## what Ray and the controller, exact sums, ledger, checkpoi
 	$(BIN)/python -m tests.benchmarks.proof
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.checkpoints
 	$(BIN)/python -m tests.benchmarks.pipeline
+
+bench-gpu:  ## a step on one GPU beside a plain loop (8 minutes); without a GPU it says so
+	$(GPU_PYTHON) -m tests.benchmarks.gpu
 
 bench-recovery: setup  ## what the death of a worker costs, here and with the peers (an hour)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]' --no-build-isolation

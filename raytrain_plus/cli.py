@@ -318,14 +318,22 @@ def status(run: str | None, storage: str, address: str | None, as_json: bool) ->
 @click.option(
     "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
 )
-def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str) -> int:
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16"]),
+    default="fp32",
+    show_default=True,
+    help="bf16: weights rounded to bfloat16.",
+)
+def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str, dtype: str) -> int:
     """Write the model of a run to a file.
 
     RUN: a folder, an address, or a name; or the folder of a checkpoint. Without --best and --step it is the newest.
     """
     from raytrain_plus.runs.export import Which, export_to
 
-    click.echo(export_to(run, storage, to, kind, Which(step=None if step is None else step - 1, best=best)))
+    which = Which(step=None if step is None else step - 1, best=best)
+    click.echo(export_to(run, storage, to, kind, which, dtype))
     return 0
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -91,7 +92,30 @@ def _float64_norm(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target, by few kernels; dtypes may differ."""
-    torch._foreach_copy_(list(targets), list(sources))
+    alike: dict[tuple[Any, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        # One kernel copies tensors of one dtype to one other.
+        kind = target.device, target.dtype, source.device, source.dtype
+        into, values = alike.setdefault(kind, ([], []))
+        into.append(target)
+        values.append(source)
+    for into, values in alike.values():
+        torch._foreach_copy_(into, values)
+
+
+def add_each(targets: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+    """Add to each target its number, by few kernels."""
+    torch._foreach_add_(list(targets), list(numbers))
+
+
+def sum_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Add to each target its source, by few kernels."""
+    torch._foreach_add_(list(targets), list(sources))
+
+
+def largest_each(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the largest magnitude of each tensor, none of which is empty, by few kernels; NaN if a value is NaN."""
+    return tuple(torch._foreach_norm(list(tensors), math.inf)) if tensors else ()
 
 
 def lerp_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], weight: float) -> None:

@@ -56,6 +56,7 @@ WALKS = {
             Step("raytrain audit digits", r"rows"),
             Step("raytrain export digits --to model.safetensors", r"the model after step 30 of digits"),
             Step("raytrain export digits --step 30 --to out/model.safetensors", r"the model after step 30 of digits"),
+            Step("raytrain export digits --dtype bf16 --to out/half.safetensors", r"the model after step 30 of digits"),
             Step("raytrain resume digits", r"digits was already finished on .* nothing was trained"),
         ),
     ),
@@ -173,6 +174,7 @@ WALKS = {
             Step("make unit", r"tests/unit/test_pages.py"),
             Step("make test", r"tests/integration/test_walks.py"),
             Step("make test-slow", r"tests/integration/test_soak.py"),
+            Step("make test-gpu", r"tests/integration/test_gpu.py"),
             Step("pytest -m slow tests/integration/test_soak.py", r"tests/integration/test_soak.py"),
             Step("make demo", r"byte_gpt finished: 12 steps"),
         ),
@@ -183,6 +185,7 @@ WALKS = {
         steps=(
             Step("make bench", r"1 rounds in"),
             Step("make bench-costs", r"gpipe"),
+            Step("make bench-gpu", r"no GPU|plain loop"),
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
             Step("python -m tests.benchmarks.conversion", r"s by Ray Data with its start"),

@@ -37,7 +37,7 @@ from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
-from raytrain_plus.parallel.sizing import size_table, unused_workers
+from raytrain_plus.parallel.sizing import many_passes, size_table, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import place_of
 from raytrain_plus.storage.size_text import size_text
@@ -116,6 +116,8 @@ class Report:
     """What a trial of the task found; None if nothing of it was run."""
     mix: tuple[MixedSource, ...] = ()
     """The sources of a mix."""
+    many_passes: str = ""
+    """Why GPUs are used badly; empty if they are not."""
     kept: bool = False
     """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
 
@@ -156,6 +158,8 @@ class Report:
             said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
+        if self.many_passes:
+            said.append(f"  warning: {self.many_passes}")
         if self.cut is not None:
             said += _partition_lines(self.cut)
         elif self.most_stages > 1:
@@ -264,10 +268,11 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     check_installed(job.trackers)
     table = size_table(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(table), unused_workers(table)
+    passes = many_passes(job, max(size.replicas for size in sizes))
     if trying is not None:
         trying.data()
     elif not all(_is_made(job, path) for path in training_paths(job).values()):
-        return Report(job.name, sizes, None, None, None, None, unformed)
+        return Report(job.name, sizes, None, None, None, None, unformed, many_passes=passes)
     seen = training_data(job, search)
     check_enough(seen, job.data.shards)
     files = seen.places
@@ -297,6 +302,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         odd_sizes=tuple(odd_sizes(job, seen)),
         trial=trial,
         mix=mixed_sources(job, seen),
+        many_passes=passes,
         kept=keeps_rows(job, seen),
     )
 

@@ -24,6 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from raytrain_plus.device_copies import Numbers, from_host
+from raytrain_plus.torch_compat import add_each, largest_each, sum_each
+
 LIMIT_BITS = 51
 """A tensor's largest magnitudes, in quanta and summed over shards, stay below 2 to this power."""
 USUAL_BITS = 45
@@ -59,11 +62,14 @@ class ExactSum:
         own, count = sum(sizes.values()), len(sizes)
         self.wire = torch.zeros(own + count + riding, dtype=torch.float64, device=device)
         """The vector to be summed over the world in place."""
-        self.sums = self.wire[:own].split(list(sizes.values()))
+        self.total = self.wire[:own]
+        """The sums of all tensors, flat."""
+        self.sums = self.total.split(list(sizes.values()))
         """Each tensor's sum, flat."""
         self.rider = self.wire[own + count :]
         self._magnitudes = self.wire[own : own + count]
-        self._rounded = torch.zeros(max(sizes.values(), default=0), dtype=torch.float64, device=device)
+        self._rounded = torch.zeros(0 if self.wire.is_cuda else max(sizes.values(), default=0), dtype=torch.float64)
+        """Memory for one tensor, which stays in the cache of a CPU."""
         self._largest = torch.zeros(count, dtype=torch.float64, device=device)
         spread = math.ceil(math.log2(shards))
         # All shards together stay below the limit even if each is as large as the largest.
@@ -71,6 +77,7 @@ class ExactSum:
         self._least_bits = min(LEAST_BITS + spread, self._measured_bits)
         self._exponents: list[int | None] = []
         self._quanta = self._largest
+        self._summed: Numbers | None = None
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear the sums and set the exponents of the quanta.
@@ -82,29 +89,56 @@ class ExactSum:
         self._exponents = [scales.get(name) for name in self.names]
         # Without an exponent, only whether a value differs from zero matters.
         quanta = [math.ldexp(1.0, exponent or 0) for exponent in self._exponents]
-        self._quanta = torch.tensor(quanta, dtype=torch.float64, device=self.wire.device)
+        self._quanta = from_host(torch.tensor(quanta, dtype=torch.float64), self.wire.device)
+        self._summed = None
 
     def add(self, values: Sequence[torch.Tensor]) -> None:
         """Add one shard's values of every tensor."""
         if not values:
             return
-        largest = torch.stack([_largest(value) for value in values])
+        largest = _largest(values)
         torch.maximum(self._largest, largest, out=self._largest)
         # Too large, infinite or NaN: the sum then shows it.
         self._magnitudes.add_((largest / self._quanta).ceil_().maximum(torch.sign(largest)))
+        if self.wire.is_cuda:
+            self.add_rounded(values)
+            return
         for value, total, exponent in zip(values, self.sums, self._exponents, strict=True):
             if exponent is None:
                 continue
-            middle = math.ldexp(1.5, 52 + exponent)
+            middle = _middle(exponent)
             rounded = self._rounded[: value.numel()]
             rounded.copy_(value.reshape(-1))
             rounded.add_(middle).sub_(middle)
             total.add_(rounded)
 
+    def add_rounded(self, values: Sequence[torch.Tensor]) -> None:
+        """Add one shard's rounded values, by few kernels: on a GPU each kernel costs more than most tensors."""
+        known = [
+            (value.reshape(-1), total, _middle(exponent))
+            for value, total, exponent in zip(values, self.sums, self._exponents, strict=True)
+            if exponent is not None
+        ]
+        if not known:
+            return
+        flat, totals, middles = (list(one) for one in zip(*known, strict=True))
+        joined = torch.cat(flat).to(torch.float64)
+        rounded = list(joined.split([len(one) for one in flat]))
+        add_each(rounded, middles)
+        add_each(rounded, [-middle for middle in middles])
+        sum_each(totals, rounded)
+
+    @property
+    def magnitudes(self) -> Numbers:
+        """The largest magnitudes in quanta, after the sum over the world: all that `read` and `overflowed` need."""
+        if self._summed is None:
+            self._summed = Numbers(self._magnitudes)
+        return self._summed
+
     def read(self) -> Reading:
         """Return the result after the sum over the world."""
         settled, scales = True, {}
-        for name, exponent, magnitude in zip(self.names, self._exponents, self._magnitudes.tolist(), strict=True):
+        for name, exponent, magnitude in zip(self.names, self._exponents, self.magnitudes.values(), strict=True):
             if magnitude == 0:
                 if exponent is not None:
                     scales[name] = exponent
@@ -120,7 +154,7 @@ class ExactSum:
     def overflowed(self) -> list[str]:
         """Return the names of the tensors that are not finite in some shard, after the sum over the world."""
         return [
-            name for name, value in zip(self.names, self._magnitudes.tolist(), strict=True) if not math.isfinite(value)
+            name for name, value in zip(self.names, self.magnitudes.values(), strict=True) if not math.isfinite(value)
         ]
 
     def largest(self) -> npt.NDArray[np.int64]:
@@ -145,12 +179,16 @@ class ExactSum:
         return [name for name, top in zip(self.names, largest.tolist(), strict=True) if top == _NOT_FINITE]
 
 
-def _largest(value: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude in float64; NaN if a value is NaN."""
-    if not value.numel():
-        return torch.zeros((), dtype=torch.float64, device=value.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(value, math.inf)
-    return norm.to(torch.float64)
+def _middle(exponent: int) -> float:
+    """Return the number around which float64's numbers are 2 to the power of `exponent` apart."""
+    return math.ldexp(1.5, 52 + exponent)
+
+
+def _largest(values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the largest magnitude of each tensor in float64; NaN if a value is NaN."""
+    zero = values[0].new_zeros(())
+    norms = iter(largest_each([value for value in values if value.numel()]))
+    return torch.stack([next(norms) if value.numel() else zero for value in values]).to(torch.float64)
 
 
 def _possible(exponent: int) -> int:

@@ -212,6 +212,10 @@ def from_stream(number: int, *, delivered: int, ended: bool, silent_at: int) -> 
     return delivered >= 0 and delivered != silent_at
 
 
+def _pinned(microbatches: Sequence[Microbatch], pin: Callable[[Any], Any]) -> list[Microbatch]:
+    return [replace(one, batch=pin(one.batch)) if one.rows else one for one in microbatches]
+
+
 class Batches:
     """The batches of the hosted shards, from `first_step` on. Open it with `with`."""
 
@@ -226,11 +230,13 @@ class Batches:
         cache_mb: int,
         make_stream: Callable[..., Any] | None,
         before: Batches | None = None,
+        pin: Callable[[Any], Any] | None = None,
     ) -> None:
         """Prepare to read.
 
         `make_stream(rows, groups, whole_units=, expected_rows=)` returns a stream; None reads everything directly.
         `before` is the closed `Batches` that this replaces: its cached units are reused once its thread has ended.
+        `pin` puts each batch where a GPU can fetch it, on this thread.
         """
         self._rows = rows
         self._sample_order: AnyOrder = rows.sample_order
@@ -241,6 +247,7 @@ class Batches:
         self._keep_units = rows.fit(cache_mb)
         self._units: dict[int, pa.Table] = {} if before is None else before.cached_units
         self._before = before
+        self._pin = pin
         self._make_stream = make_stream
         self._stream: Any = None
         self._ready: queue.SimpleQueue[dict[int, list[Microbatch]] | BaseException] = queue.SimpleQueue()
@@ -350,7 +357,7 @@ class Batches:
                     if self._closing.is_set():
                         return
                     for one, microbatches in self._made(shard, source, steps).items():
-                        made[one][shard] = microbatches
+                        made[one][shard] = microbatches if self._pin is None else _pinned(microbatches, self._pin)
                 if not all(self._offer(made[one]) for one in steps):
                     return
                 step = steps.stop

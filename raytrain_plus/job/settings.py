@@ -87,7 +87,8 @@ class Data:
     """Rows in the global batch of one step. Must be a multiple of `shards`. Required."""
 
     shards: int = 8
-    """Logical shares of every global batch, fixed for the job's life; limits how many workers are useful. Default 8."""
+    """Logical shares of every global batch, fixed for the job's life; limits how many workers are useful. Default 8. A
+    worker computes its shards one after the other: with GPUs, as many as the largest group has workers are best."""
 
     shuffle: Literal["none", "units", "rows"] = "rows"
     """What each epoch shuffles: `none`: nothing; `units`: the order of row groups; `rows` (the default): also the rows
@@ -419,7 +420,7 @@ class Job:
     NVIDIA's Ampere generation and later. `bf16`, `fp16`: `torch.autocast` around the loss and the evaluation, also on
     CPUs; `fp16` scales the loss, and a step whose gradients overflow is computed again with half the scale.
     `bf16-params`: as `bf16`, and the model holds bfloat16 copies of its trained weights of two or more dimensions, so
-    that no pass converts them.
+    that no pass converts them. Exported weights are float32, or rounded, by `--dtype bf16` of `raytrain export`.
     """
 
     recompute: Recompute = "none"

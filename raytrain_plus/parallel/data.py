@@ -15,12 +15,15 @@ from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
+from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_dtype, nothing
 
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
+GPU_BUCKET_BYTES = 64 << 20
+"""The same on a GPU, which computes the gradients of so many bytes in a millisecond or less."""
 
 
 class Gradients:
@@ -51,6 +54,10 @@ class Gradients:
         """(bucket, place in the bucket) of each parameter, by its identity."""
         self._given: list[list[float]] = []
         """For each bucket, whether each parameter has a gradient here: 1 or 0."""
+        self._alone = False
+        """Whether this worker has the gradients of all shards."""
+        self._sums_of: tuple[list[Numbers], list[Numbers]] | None = None
+        """After the sums: for each bucket, which parameters have a gradient, and how many values were sent as zero."""
         self._names: list[str] = []
         """The parameters' names, in the order of the buckets."""
         names = {id(parameter): name for name, parameter in named}
@@ -95,6 +102,7 @@ class Gradients:
         for wire, given in zip(self._wires, self._given, strict=True):
             wire.begin(scales)
             given[:] = [0.0] * len(given)
+        self._sums_of = None
 
     def end_shard(self) -> None:
         """End a shard whose gradients are complete, before the next shard."""
@@ -116,18 +124,37 @@ class Gradients:
             bucket, place = self._places[id(parameter)]
             self._given[bucket][place] = 1.0
 
+    @property
+    def unread(self) -> list[Numbers]:
+        """What `without_gradient` and `flushed` read, after the sums."""
+        given, flushed = self._summed()
+        return given + flushed
+
     def without_gradient(self) -> frozenset[str]:
         """Return the names of the parameters that no shard of the step gave a gradient; called after the sums."""
-        if all(all(given) for given in self._given):
-            # The other workers come to the same result: the sums of these numbers are then not zero.
+        summed, _ = self._summed()
+        if self._alone:
+            given = [one for of_bucket in self._given for one in of_bucket]
+        elif summed:
+            read_together(summed)
+            given = [one for of_bucket in summed for one in of_bucket.values()]
+        else:
+            # The other workers come to the same result: the sums of these numbers are not zero.
             return frozenset()
-        given = torch.cat([wire.given.to(torch.float32) for wire in self._wires]).tolist()
         return frozenset(name for name, count in zip(self._names, given, strict=True) if not count)
 
     def flushed(self) -> int:
         """Return how many values of the step's sums, other than zero, were sent as zero by any worker."""
-        counts = [wire.flushed for wire in self._wires if wire.flushed is not None]
-        return int(torch.stack(counts).sum()) if counts else 0
+        _, flushed = self._summed()
+        read_together(flushed)
+        return sum(int(count) for one in flushed for count in one.values())
+
+    def _summed(self) -> tuple[list[Numbers], list[Numbers]]:
+        if self._sums_of is None:
+            known = self._alone or all(all(given) for given in self._given)
+            given = [] if known else [Numbers(wire.given) for wire in self._wires]
+            self._sums_of = given, [Numbers(wire.flushed) for wire in self._wires if wire.flushed is not None]
+        return self._sums_of
 
     @contextmanager
     def reducing(self, world: World, check: Callable[[], None] = lambda: None) -> Iterator[list[Work]]:
@@ -137,6 +164,7 @@ class Gradients:
         backward pass. Raises `TrainingError` if the task replaced a gradient by another tensor.
         """
         works: list[Work] = []
+        self._alone = world.size == 1
         self._waiting = [len(wire.views) for wire in self._wires]
         self._reported.clear()
         self._next = 0
@@ -148,7 +176,7 @@ class Gradients:
                 # A copy from the host would make the device finish all earlier work first.
                 given.fill_(1.0)
             else:
-                given.copy_(torch.tensor(self._given[index], dtype=given.dtype))
+                given.copy_(from_host(torch.tensor(self._given[index], dtype=given.dtype), given.device))
             works.extend(self._wires[index].submit(world, f"gradients{self._label}.{index}"))
 
         self._submit = submit
@@ -199,6 +227,11 @@ def _not_owned() -> TrainingError:
         "the task replaced a parameter's .grad (perhaps by zero_grad), or changed it in place; the platform owns "
         "gradients: do not assign, clear or scale them, and call no backward() in the loss (torch.autograd.grad works)"
     )
+
+
+def bucket_bytes(device: torch.device) -> int:
+    """Return the size of the buckets of gradients on a device."""
+    return GPU_BUCKET_BYTES if device.type == "cuda" else BUCKET_BYTES
 
 
 def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:

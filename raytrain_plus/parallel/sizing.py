@@ -9,6 +9,9 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, first_layers_fault, schedule_fault
 
+PASSES_ON_A_GPU = 2
+"""The most shards of one replica that `validate` leaves without a word, if workers have GPUs."""
+
 
 def size_table(job: Job, layers: Sequence[str] | None = None) -> SizeTable:
     """Return which group a job forms out of how many workers; `layers`: the layer names of its model, if known.
@@ -41,6 +44,25 @@ def unused_workers(sizes: SizeTable) -> str:
     else:
         why = slower
     return f"at most {shape.size} of workers.max = {sizes.maximum} are used: {why}"
+
+
+def many_passes(job: Job, replicas: int) -> str:
+    """Return why GPUs are partly idle if the largest group has so many replicas; empty if that is no reason."""
+    shards, batch_size, microbatches = job.data.shards, job.data.batch_size, job.parallel.microbatches
+    if not job.workers.gpus or shards <= PASSES_ON_A_GPU * replicas:
+        return ""
+    fewer = next(number for number in range(replicas, shards + 1) if batch_size % (number * microbatches) == 0)
+    remedy = (
+        f"; with data.shards = {fewer} a pass has {batch_size // fewer // microbatches:,} rows"
+        if fewer < shards
+        else ""
+    )
+    each, rows = -(-shards // replicas) * microbatches, batch_size // shards // microbatches
+    return (
+        f"data.shards is {shards}, and the largest group has {replicas} model replica{'s' * (replicas > 1)}: in each "
+        f"step a GPU makes {each} small passes, of {rows:,} rows, one after the other, which leaves it partly "
+        f"idle{remedy}"
+    )
 
 
 def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:

@@ -113,6 +113,7 @@ class Exact:
 
     def __init__(self, named: Named, rider: Rider, shards: int) -> None:
         """Allocate bucket and vector, and make the bucket's views the gradients; `shards`: the job's number of them."""
+        # The numbers of the bucket have the order of the sums.
         self._bucket, self.views = allocate_bucket(named, nothing)
         sizes = {name: parameter.numel() for name, parameter in named}
         self.exact = ExactSum(sizes, shards, self._bucket.device, len(named) + rider(torch.float64))
@@ -139,10 +140,9 @@ class Exact:
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""
-        for view, total in zip(self.views, self.exact.sums, strict=True):
-            # A sum can exceed the range of the gradient's dtype although its mean does not; only this copy rounds
-            # to that dtype.
-            view.copy_(total.div_(weight).view_as(view))
+        # A sum can exceed the range of the gradient's dtype although its mean does not; only this copy rounds to that
+        # dtype.
+        self._bucket.copy_(self.exact.total.div_(weight))
 
     def scale(self, factor: float) -> None:
         """See `Wire`."""

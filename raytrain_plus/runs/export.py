@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,25 +205,47 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
             mine[name].copy_(value)
 
 
-def export_to(run: str, storage: str, to: Path, kind: str, which: Which) -> str:
+def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: str = "fp32") -> str:
     """Export a checkpoint of a run, given by name, folder or address, or by the checkpoint's own folder.
 
-    `kind`: `safetensors` or `torch-export`. Returns what was written, as a sentence.
+    `kind`: `safetensors` or `torch-export`. `dtype`: see `export_weights`. Returns what was written, as a sentence.
+    Raises `InputError` for a program in bf16.
     """
+    if kind != "safetensors" and dtype != "fp32":
+        raise InputError(
+            f"--dtype {dtype} cannot be combined with --format {kind}: a program computes in the model's own dtypes",
+            remedy="leave out --dtype, or use --format safetensors",
+        )
     at, which = which_of(run, which)
     folder = find_run(str(at), storage)
     if kind == "safetensors":
-        manifest = export_weights(folder, to, which)
+        manifest = export_weights(folder, to, which, dtype)
     else:
         manifest = export_program(folder, to, [Path.cwd()], which)
     return f"{to}: the model {after_step(manifest.step)} of {split(folder.address)[1]}{', the best' * which.best}"
 
 
-def export_weights(run: Folder, to: Path, which: Which = NEWEST) -> Manifest:
-    """Write the weights of a run to a safetensors file; return the manifest of their checkpoint."""
+def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "fp32") -> Manifest:
+    """Write the weights of a run to a safetensors file; return the manifest of their checkpoint.
+
+    `dtype`: `fp32` writes what the checkpoint has; `bf16` rounds floating-point weights with more digits to bfloat16.
+    Buffers, such as running statistics, stay as they are.
+    """
     manifest, weights = weights_of(run, which)
+    if dtype == "bf16":
+        buffers = {name.partition("/")[2] for name in manifest.tensors if name.startswith("buffer/")}
+        weights = rounded(weights, weights.keys() - buffers)
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
+
+
+def rounded(weights: Weights, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return tensors of which the floating-point ones among `names` are rounded to bfloat16, to the nearest."""
+    wide = (torch.float32, torch.float64)
+    return {
+        name: value.to(torch.bfloat16) if name in names and value.dtype in wide else value
+        for name, value in weights.items()
+    }
 
 
 def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:

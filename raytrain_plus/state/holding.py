@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.rows import parse_rows, weight_of
 from raytrain_plus.state.tree import Json, from_json, to_json
@@ -66,6 +67,8 @@ class Holding:
     """The averages of the trained parameters, if the job has any."""
     whole: Sequence[tuple[str, nn.Parameter]] | None = None
     """Where the optimizer's state is sharded, the trained parameters that are the same on all workers."""
+    copies: StateCopies = field(default_factory=lambda: StateCopies(torch.device("cpu")))
+    """They must end before the state changes."""
 
     @property
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:

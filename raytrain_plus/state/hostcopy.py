@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.dtypes import DTYPES
@@ -26,11 +27,16 @@ from raytrain_plus.state.tree import Json
 class HostMemory:
     """Memory for copies, reused for the next one: fresh pages cost as much as the copy itself.
 
-    Each method's result is valid until the next call.
+    Each method's result is valid until the next call, and from a GPU not before `wait` has returned.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._wait: Callable[[], None] = lambda: None
+
+    def wait(self) -> None:
+        """Wait until the last copy is complete."""
+        self._wait()
 
     def copy(
         self,
@@ -63,7 +69,7 @@ class HostMemory:
                 (piece, held.shape, held.value.dtype, bytes_of(held.slice(piece.first, piece.last)))
                 for piece in held.pieces(MOST_BYTES)
             ]
-        copied = self._copied([source for _, _, _, source in parts])
+        copied = self._copied([source for _, _, _, source in parts], holding.copies)
         return [
             Copy(piece, dtype_name(dtype), shape, data)
             for (piece, shape, dtype, _), data in zip(parts, copied, strict=True)
@@ -72,7 +78,7 @@ class HostMemory:
     def snapshot(self, step: int, holding: Holding) -> Snapshot:
         """Copy the whole state after `step`; the digest is left empty."""
         tensors, tree = describe_state(holding)
-        copied = self._copied([bytes_of(value) for value in tensors.values()])
+        copied = self._copied([bytes_of(value) for value in tensors.values()], holding.copies)
         packed = {
             name: (dtype_name(value.dtype), tuple(value.shape), data)
             for (name, value), data in zip(tensors.items(), copied, strict=True)
@@ -88,19 +94,15 @@ class HostMemory:
             packed[name] = dtype, shape, room.numpy()
         return replace(snapshot, tensors=packed)
 
-    def _copied(self, sources: Sequence[torch.Tensor]) -> list[Array]:
+    def _copied(self, sources: Sequence[torch.Tensor], copies: StateCopies) -> list[Array]:
         """Return copies of these byte tensors."""
-        on_gpu = any(source.is_cuda for source in sources)
-        rooms = self._rooms([source.nbytes for source in sources], pinned=on_gpu)
-        for room, source in zip(rooms, sources, strict=True):
-            room.copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
+        rooms = self._rooms([source.nbytes for source in sources], pinned=copies.pinned)
+        self._wait = copies.copy(sources, rooms)
         return [room.numpy() for room in rooms]
 
     def _rooms(self, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
         """Return slices of the memory with these sizes in bytes."""
-        if self._memory.nbytes < sum(sizes):
+        if self._memory.nbytes < sum(sizes) or (pinned and not self._memory.is_pinned()):
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
         ends = list(itertools.accumulate(sizes))
         return [self._memory[end - size : end] for size, end in zip(sizes, ends, strict=True)]

@@ -15,9 +15,10 @@ from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Operation
+from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
-from raytrain_plus.torch_compat import buffer_of, put_buffer
+from raytrain_plus.torch_compat import buffer_of, copy_each, put_buffer
 
 
 class Buffers:
@@ -67,6 +68,8 @@ class Buffers:
         """Those of the buffers with the rule `max`."""
         self._sums = dict(zip((*means, *firsts), parts, strict=True))
         self._sums |= dict(zip(largest, self._maxima.split(list(largest.values())), strict=True))
+        self._changed: list[tuple[str, Numbers]] = []
+        """Of the buffers that must not change, whether each did in a shard."""
 
     def _sizes(self, rule: BufferRule) -> dict[str, int]:
         return {name: buffer.numel() for name, buffer in self._named.items() if self._rules[name] == rule}
@@ -75,6 +78,7 @@ class Buffers:
         """Clear the sums of the last step. `scales`: the exponents of the quanta of an exact sum."""
         self._flat.zero_()
         self._maxima.fill_(torch.iinfo(torch.int64).min)
+        self._changed.clear()
         if self.exact is not None:
             self.exact.begin(scales)
         if self._averaged:
@@ -83,8 +87,7 @@ class Buffers:
     def restore(self) -> None:
         """Put the committed values into the model."""
         with torch.no_grad():
-            for name, buffer in self._named.items():
-                buffer.copy_(self.committed[name])
+            copy_each(list(self._named.values()), [self.committed[name] for name in self._named])
         # A forward pass may have put other tensors in their places.
         self._put([self._named[name] for name, _, _ in self._slots])
 
@@ -143,18 +146,35 @@ class Buffers:
                 torch.maximum(self._of_max, joined, out=self._of_max)
             for name in self._others:
                 if self._rules[name] == "refuse":
-                    if not _equal(now[name], self.committed[name]):
-                        raise TrainingError(f"the buffer '{name}' changed in a forward pass, but its rule is 'refuse'")
+                    self._changed.append((name, Numbers(~_equal(now[name], self.committed[name]))))
                 elif shard == 0:
                     # Other shards add zeros, which turn -0.0 into 0.0; a single shard must give the same.
                     self._sums[name].copy_(now[name].reshape(-1)).add_(0)
 
+    @property
+    def unread(self) -> list[Numbers]:
+        """What `check_refused` reads."""
+        return [changed for _, changed in self._changed]
+
+    def check_refused(self) -> None:
+        """Raise `TrainingError` if a buffer whose rule is 'refuse' has changed in a shard of this step."""
+        read_together(self.unread)
+        for name, changed in self._changed:
+            if any(changed.values()):
+                raise TrainingError(f"the buffer '{name}' changed in a forward pass, but its rule is 'refuse'")
+
     def check_unchanged(self) -> None:
         """Raise `TrainingError` if a buffer has changed, in steps that must leave all of them unchanged."""
+        found: list[tuple[str, Numbers]] = []
         for name, (owner, attribute) in self._owners.items():
             buffer = buffer_of(owner, attribute)
-            if buffer is None or buffer.shape != self.committed[name].shape or not _equal(buffer, self.committed[name]):
-                raise TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
+            if buffer is None or buffer.shape != self.committed[name].shape:
+                raise _changed_in_pipedream(name)
+            found.append((name, Numbers(_equal(buffer, self.committed[name]))))
+        read_together(same for _, same in found)
+        for name, same in found:
+            if not all(same.values()):
+                raise _changed_in_pipedream(name)
 
     @property
     def words(self) -> int:
@@ -203,12 +223,19 @@ class Buffers:
     def commit(self, rows: int) -> None:
         """Make the reduced values the committed ones and put them into the model. `rows`: rows of the whole step."""
         with torch.no_grad():
-            for name, buffer in self._named.items():
-                if name in self._sums:
-                    value = self._sums[name].reshape(buffer.shape)
-                    if self._rules[name] == "mean":
-                        value = value / rows + self.committed[name]
-                    self.committed[name].copy_(value)
+            if self._averaged:
+                # One operation handles all numbers; a float32 buffer is added to in float64, and rounded once.
+                means = _joined([self._sums[name] for name in self._averaged], torch.float64).div_(rows)
+                means = means.add_(_joined([self.committed[name] for name in self._averaged], torch.float64))
+                sizes = [self.committed[name].numel() for name in self._averaged]
+                new = dict(zip(self._averaged, means.split(sizes), strict=True))
+            else:
+                new = {}
+            changed = [name for name in self._named if name in self._sums]
+            copy_each(
+                [self.committed[name] for name in changed],
+                [new.get(name, self._sums[name]).reshape(self.committed[name].shape) for name in changed],
+            )
         self.restore()
 
 
@@ -219,8 +246,15 @@ def _joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
 
 def _copied(values: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Copy the tensors; a tensor that occurs twice is copied once."""
-    copies = {id(value): None if value is None else value.clone() for value in values}
-    return [copies[id(value)] for value in values]
+    given = {id(value): value for value in values if value is not None}
+    copies = {key: torch.empty_like(value) for key, value in given.items()}
+    with torch.no_grad():
+        copy_each(list(copies.values()), [value.detach() for value in given.values()])
+    return [None if value is None else copies[id(value)] for value in values]
+
+
+def _changed_in_pipedream(name: str) -> TrainingError:
+    return TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
 
 
 def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
@@ -243,6 +277,6 @@ def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
     return rule
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the values are the same; NaN counts as equal to NaN."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return whether the values are the same, as one value; NaN counts as equal to NaN."""
+    return ((one == other) | (one.isnan() & other.isnan())).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,9 +16,7 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.training.header import ShardReport
-from raytrain_plus.training.model import to_device
-from raytrain_plus.training.step_metrics import differing
+from raytrain_plus.training.shard_reports import Number, ShardReports
 from raytrain_plus.training.thread_control import Place
 
 KEYS = ("loss", "weight", "metrics")
@@ -38,18 +36,16 @@ class TaskLoss(NamedTuple):
 
     loss: torch.Tensor
     """The mean, a scalar."""
-    weight: float
-    metrics: Mapping[str, float]
+    weight: Number
+    """On its device, if the task returned a tensor."""
+    metrics: Mapping[str, Number]
     """Means by name, weighted as the loss is."""
 
-
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Return a copy of a batch on the model's device.
-
-    The step may be recomputed from the same batch and must give the same bits. A task that writes into its batch writes
-    into a copy, whose memory layout does not depend on the source of the rows.
-    """
-    return to_device(batch, device, copy=True)
+    def weighted(self, factor: float = 1.0) -> torch.Tensor:
+        """Return the loss times its weight and `factor`, the same bits wherever the weight is."""
+        if isinstance(self.weight, torch.Tensor):
+            return self.loss * (self.weight.to(torch.float64) * factor).to(self.loss.dtype)
+        return self.loss * (self.weight * factor)
 
 
 def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
@@ -60,7 +56,7 @@ def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
     """
     who = f"{type(task).__name__}.loss"
     # Before the task's code, which may change its batch.
-    weight = default_weight(task, batch, rows)
+    weight: Number = default_weight(task, batch, rows)
     result = task.loss(model, batch)
     if not isinstance(result, Mapping):
         return TaskLoss(_scalar(result, who), weight, {})
@@ -78,22 +74,19 @@ def weighted_loss(
     model: nn.Module,
     microbatch: Microbatch,
     place: Place,
-    device: torch.device,
-    reports: MutableMapping[int, ShardReport],
+    on_device: Callable[[Any], Any],
+    reports: ShardReports,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return the weighted loss of a microbatch times `factor`, and add its mean to the report of its shard.
+    """Return the weighted loss of a microbatch times `factor`, and add its mean to the reports.
 
-    Raises `TrainingError` if the loss depends on no trained parameter.
+    `on_device` copies a batch to the model's device. Raises `TrainingError` if the loss depends on no trained
+    parameter.
     """
-    loss, weight, metrics = task_loss(task, model, on_device(microbatch.batch, device), microbatch.rows)
-    step, shard = place.step, place.shard
-    check_depends(loss, f"the loss of shard {shard} in step {step}")
-    before = reports.get(shard) or ShardReport(microbatch.start)
-    if before.rows and before.metrics.keys() != metrics.keys():
-        raise differing(step, shard, "before")
-    reports[shard] = before.plus(microbatch.rows, microbatch.ids, weight, float(loss.detach()), metrics)
-    return loss * (weight * factor)
+    found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
+    check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
+    reports.add(place.step, place.shard, microbatch, *found)
+    return found.weighted(factor)
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int) -> Any:
@@ -122,7 +115,7 @@ def _scalar(loss: Any, who: str) -> torch.Tensor:
     return scalar.to(torch.promote_types(scalar.dtype, torch.float32))
 
 
-def _metrics(metrics: Any, who: str) -> dict[str, float]:
+def _metrics(metrics: Any, who: str) -> dict[str, Number]:
     """Return the metrics as numbers. Raises `TrainingError` for names or values that cannot be reported."""
     if not isinstance(metrics, Mapping):
         raise TrainingError(f"{who} returned {_kind(metrics)} as metrics; {_EXPECTED}")
@@ -136,11 +129,12 @@ def _metrics(metrics: Any, who: str) -> dict[str, float]:
     return {name: _number(value, f"{who} returned the metric '{name}', which is") for name, value in metrics.items()}
 
 
-def _number(value: Any, what: str) -> float:
+def _number(value: Any, what: str) -> Number:
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
             raise TrainingError(f"{what} a {value.dtype} of shape {tuple(value.shape)}; expected one number")
-        return float(value.detach())
+        # To read it would make this thread wait for its device.
+        return value.detach().reshape(())
     if not isinstance(value, Real):
         raise TrainingError(f"{what} {_kind(value)}; expected one number")
     return float(value)

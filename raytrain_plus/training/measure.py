@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
@@ -21,7 +22,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import Built, build_chunks, build_model, layer_names, no_parameter, to_device
+from raytrain_plus.training.model import Built, build_chunks, build_model, layer_names, no_parameter
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
@@ -195,9 +196,9 @@ class Alone:
 
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
-        loss, weight, _ = task_loss(self._task, model, batch, self._microbatch.rows)
-        check_depends(loss, "the loss of a microbatch")
-        return loss * weight
+        found = task_loss(self._task, model, batch, self._microbatch.rows)
+        check_depends(found.loss, "the loss of a microbatch")
+        return found.weighted()
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:

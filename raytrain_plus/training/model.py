@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from copy import copy as shallow
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -250,31 +248,3 @@ def no_parameter() -> TaskError:
         expected="at least one that requires a gradient",
         remedy="leave requires_grad of what is to be trained, such as the last layer, as it is",
     )
-
-
-def to_device(batch: Any, device: torch.device, copy: bool = False) -> Any:
-    """Return `batch` with every tensor on `device`; with `copy`, all tensors are new.
-
-    Searches dicts, lists and tuples; other objects are moved by their own `to` method if they have one.
-    """
-    if device.type == "cpu" and not copy:
-        return batch
-    if isinstance(batch, torch.Tensor):
-        if copy and batch.device == device:
-            return batch.clone()
-        return batch.to(device, non_blocking=True, copy=copy)
-    if hasattr(batch, "to"):
-        # A class such as a tokenizer's batch, which can move itself.
-        return (deepcopy(batch) if copy else batch).to(device)
-    if isinstance(batch, dict):
-        moved = {key: to_device(value, device, copy) for key, value in batch.items()}
-        if type(batch) is dict:
-            return moved
-        made = shallow(batch)
-        made.update(moved)
-        return made
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device, copy) for value in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(to_device(value, device, copy) for value in batch)
-    return batch

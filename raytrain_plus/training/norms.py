@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.torch_compat import float64_norms
 
 
@@ -27,15 +28,21 @@ class Norms:
             norms = float64_norms([tensor for _, tensor in group])
             of_devices[device].append(([number for number, _ in group], torch.stack(norms)))
         self._of_devices = [
-            ([number for numbers, _ in found for number in numbers], torch.cat([norms for _, norms in found]))
+            ([number for numbers, _ in found for number in numbers], Numbers(torch.cat([norms for _, norms in found])))
             for found in of_devices.values()
         ]
 
+    @property
+    def unread(self) -> list[Numbers]:
+        """What `squares` reads."""
+        return [norms for _, norms in self._of_devices]
+
     def squares(self) -> list[float]:
-        """Return the sum of squares of each tensor, in order, with one transfer per device."""
+        """Return the sum of squares of each tensor, in order."""
+        read_together(self.unread)
         found = [0.0] * self._count
         for numbers, norms in self._of_devices:
-            for number, norm in zip(numbers, norms.tolist(), strict=True):
+            for number, norm in zip(numbers, norms.values(), strict=True):
                 # `**` would raise OverflowError; this gives infinity.
                 found[number] = norm * norm
         return found

@@ -13,6 +13,7 @@ import torch
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_copies import Numbers
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
@@ -61,6 +62,14 @@ class ReplicaPasses(Protocol):
 
 class Passes(ReplicaPasses, Protocol):
     """The passes of one step after the other."""
+
+    @property
+    def weight(self) -> float | None:
+        """The weight of the shards in the step that was run last; None if it must be read from the device first."""
+
+    @property
+    def unread(self) -> Sequence[Numbers]:
+        """What must be read of that step's passes, besides its sums."""
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """Run the passes and return the sums started over the context's world.

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from raytrain_plus.collective.world import Operation, Work, World
+from raytrain_plus.device_clock import Mark
 from raytrain_plus.observe.step_profile import Change, Phase, Sum
 
 PREFIX = "raytrain_plus."
@@ -18,11 +19,15 @@ PREFIX = "raytrain_plus."
 class PhaseWatch:
     """Records the phases of one step, also as ranges of a trace; see `thread_control.Watch`. One thread calls it."""
 
-    def __init__(self, settle: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.perf_counter):
-        """Begin in the phase `rest`. `settle`: wait until the device has computed what was requested."""
-        self._settle = settle
+    def __init__(self, mark: Callable[[], Mark] = Mark, clock: Callable[[], float] = time.perf_counter):
+        """Begin in the phase `rest`.
+
+        `mark`: marks a moment of the device's work. `clock`: that of the host, which submits sums and sees their ends.
+        """
+        self._mark = mark
         self._clock = clock
-        self.changes = [Change(clock(), "rest")]
+        self._changes: list[tuple[Mark, Phase]] = [(mark(), "rest")]
+        self._end: Mark | None = None
         self._open: list[WatchedWork] = []
         self.sums: list[Sum] = []
         """The sums that have ended."""
@@ -31,17 +36,16 @@ class PhaseWatch:
     @property
     def phase(self) -> Phase:
         """The current phase."""
-        return self.changes[-1].phase
+        return self._changes[-1][1]
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
         if phase != self.phase:
-            self._settle()
             if self.phase == "backward":
                 # What has ended by the end of a pass was hidden behind it.
                 self.look()
             self._range.__exit__(None, None, None)
-            self.changes.append(Change(self._clock(), phase))
+            self._changes.append((self._mark(), phase))
             self._range = self._named(phase)
 
     def look(self) -> None:
@@ -49,10 +53,28 @@ class PhaseWatch:
         for work in list(self._open):
             work.ended(0.0)
 
-    def close(self) -> float:
-        """End the last phase, and return when."""
+    def close(self) -> None:
+        """End the last phase."""
         self._range.__exit__(None, None, None)
-        return self._clock()
+        self._end = self._mark()
+
+    @property
+    def end(self) -> Mark:
+        """The end of the last phase."""
+        assert self._end is not None, "it is closed"
+        return self._end
+
+    def times(self) -> tuple[list[Change], float]:
+        """Return when each phase began on the device, and when the last one ended, on the host's clock.
+
+        The device must be past the end.
+        """
+        first, _ = self._changes[0]
+        # The optimizer begins when the host has read what it must know of the step: then both are at one place.
+        meeting = next((mark for mark, phase in self._changes if phase == "optimizer"), first)
+        begin = meeting.host - first.seconds_to(meeting)
+        changes = [Change(begin + first.seconds_to(mark), phase) for mark, phase in self._changes]
+        return changes, begin + first.seconds_to(self.end)
 
     def watched(self, work: Work) -> Work:
         """Return the same work, whose end is recorded."""

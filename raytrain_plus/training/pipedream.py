@@ -24,10 +24,11 @@ from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.header import Flags
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage
+from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.thread_control import Place
 
 
@@ -154,7 +155,7 @@ class _WindowWork:
         self._keyed: dict[int, MicrobatchKeys] = {}
         self._search = FaultSearch()
         """The search of the step whose backward passes are running."""
-        self._reports: dict[int, dict[int, ShardReport]] = {}
+        self._reports: dict[int, ShardReports] = {}
         self.bars: list[Bar] = []
 
     def rows(self, number: int) -> int:
@@ -175,7 +176,7 @@ class _WindowWork:
     def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
         """See `chunk.PassWork`."""
         place = self._place(number)
-        return self._stage.loss(model, given, place, self._reports.setdefault(place.step, {}))
+        return self._stage.loss(model, given, place, self._reports.setdefault(place.step, ShardReports()))
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:

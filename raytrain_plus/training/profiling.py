@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from raytrain_plus.device_clock import marks
 from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker, hidden_s, phase_seconds
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.phase_watch import PREFIX, PhaseWatch, WatchedWorld
@@ -49,6 +50,9 @@ class Profiling:
         self._describe = describe
         self._write_file = write
         self._tell = tell
+        self._mark = marks(device)
+        self._made: list[tuple[range, PhaseWatch]] = []
+        """Steps whose times are not reported yet, because a GPU may not be past them."""
         self._of: ProfiledWorker | None = None
         self._profiler: profile | None = None
         self._writer: threading.Thread | None = None
@@ -60,30 +64,27 @@ class Profiling:
             yield context
             return
         control = context.control
-        of = self._of = self._of or self._start(steps[0], control)
-        control.watch = watch = PhaseWatch(self._settle)
+        self._of = self._of or self._start(steps[0], control)
+        control.watch = watch = PhaseWatch(self._mark)
         try:
             with record_function(f"{PREFIX}step {steps[0]}"):
                 yield replace(context, world=WatchedWorld(context.world, watch))
         finally:
             control.watch = None
-            end = watch.close()
-        count, begin = len(steps), watch.changes[0].time
-        self._tell(
-            Profiled(
-                step=steps[-1],
-                count=count,
-                seconds=(end - begin) / count,
-                phases={phase: seconds / count for phase, seconds in phase_seconds(watch.changes, end).items()},
-                hidden_s=hidden_s(watch.changes, end, watch.sums) / count,
-                of=of,
-            )
-        )
+            watch.close()
+        # The host has waited in these steps for the passes, so a GPU is past all earlier ones.
+        self._report()
+        self._made.append((steps, watch))
+        if self._device.type != "cuda":
+            self._report()
         if steps[-1] + 1 >= self._steps.stop:
             self.stop(control)
 
     def stop(self, control: Control) -> None:
         """End the trace, if one was begun, and write it on a thread."""
+        if self._made:
+            self._settle()
+            self._report()
         profiler, self._profiler = self._profiler, None
         if profiler is None or self._of is None:
             return
@@ -124,8 +125,25 @@ class Profiling:
         control.check()
         return of
 
+    def _report(self) -> None:
+        """Report the steps that the device is past."""
+        for steps, watch in self._made:
+            (changes, end), count = watch.times(), len(steps)
+            assert self._of is not None, "it was described before its steps"
+            self._tell(
+                Profiled(
+                    step=steps[-1],
+                    count=count,
+                    seconds=(end - changes[0].time) / count,
+                    phases={phase: seconds / count for phase, seconds in phase_seconds(changes, end).items()},
+                    hidden_s=hidden_s(changes, end, watch.sums) / count,
+                    of=self._of,
+                )
+            )
+        self._made.clear()
+
     def _settle(self) -> None:
-        """Wait until the device has computed what the passes have requested; sums have streams of their own."""
+        """Wait until the device has computed the last steps."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.in_turn import Runner
@@ -23,12 +24,12 @@ from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.header import Flags, ShardReport
+from raytrain_plus.training.header import Flags
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.model import to_device
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
+from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.step_sums import StepSums
 from raytrain_plus.training.thread_control import Place
@@ -55,6 +56,7 @@ class ReplicaStage:
     handovers: Handovers
     sums: StepSums
     device: torch.device
+    on_device: BatchCopies
     shards: int
     """The job's number of shards."""
     tied: Mapping[int, Collection[str]]
@@ -102,13 +104,14 @@ class ReplicaStage:
         sent = (self.handovers.take_note("flags", stage, stage) for stage in range(self.stages))
         return header.either(Flags(*one) for one in sent)
 
-    def share_header(self, step: int, reports: dict[int, ShardReport], flags: Flags) -> None:
+    def share_header(self, step: int, reports: ShardReports, flags: Flags) -> None:
         """Send the header to all stages; called on the stage of the last chunk.
 
         `step`: the step's number among those that run together.
         """
-        encoded = header.encode(reports, self.shards, flags)
-        own = own_metrics({shard: report.metrics for shard, report in reports.items()}, self.shards)
+        read = reports.read()
+        encoded = header.encode(read, self.shards, flags)
+        own = own_metrics({shard: report.metrics for shard, report in read.items()}, self.shards)
         note = (encoded, own.names, own.sums) if own.names else encoded
         for stage in range(self.stages):
             self.handovers.send_note("header", step * self.stages + stage, note, stage)
@@ -129,13 +132,11 @@ class ReplicaStage:
             self.handovers.send_note("batch", 0, batches, self.last)
         return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
 
-    def loss(
-        self, model: nn.Module, given: Any, place: Place, reports: MutableMapping[int, ShardReport]
-    ) -> torch.Tensor:
+    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> torch.Tensor:
         """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)
-        return weighted_loss(self.task, model, microbatch, place, self.device, reports, self.sums.loss_factor)
+        return weighted_loss(self.task, model, microbatch, place, self.on_device, reports, self.sums.loss_factor)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -243,6 +244,7 @@ def replica_stage(
         handovers=handovers,
         sums=state.sums,
         device=state.device,
+        on_device=BatchCopies(state.device),
         shards=state.shards,
         tied=tied,
         last_chunk=len(where) - 1,

@@ -9,13 +9,14 @@ whole numbers exactly while they fit its significant bits, so a word is sent as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from raytrain_plus.collective.world import Work, World
+from raytrain_plus.device_copies import Numbers, from_host
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
@@ -38,9 +39,11 @@ class Rider:
         self._buffers = buffers
         self._shards = shards
         self._metrics = self._members = 0
-        self._alone = False
-        self._own = np.zeros(0, dtype=np.int64)
-        """The words that this member wrote last."""
+        self.alone = False
+        """Whether the world has no other members: then nothing travels."""
+        self._words_of: Callable[[], npt.NDArray[np.int64]] = lambda: np.zeros(0, dtype=np.int64)
+        """Returns what this member alone has written last."""
+        self._summed: Numbers | None = None
 
     @property
     def carries_buffers(self) -> bool:
@@ -54,21 +57,34 @@ class Rider:
         """
         dtype = self._gradients.rider.dtype
         taken = digits(members * self._words, dtype) * dtype.itemsize
-        self._alone = members == 1
+        self.alone = members == 1
         self._metrics = metrics
-        self._members = members if buffers and not self._alone and 0 < taken <= MOST_BYTES else 0
+        self._members = members if buffers and not self.alone and 0 < taken <= MOST_BYTES else 0
         words = header.size(self._shards) + self._shards * metrics + self._members * self._words
         self._gradients.ride(lambda dtype: digits(words, dtype))
+        self._summed = None
 
     def write(self, encoded: npt.NDArray[np.int64], own: OwnMetrics) -> None:
         """Write this replica's header and metrics, for which there may be no room."""
-        self._own = words = np.zeros(len(encoded) + self._shards * self._metrics, dtype=np.int64)
+        words = self._joined(encoded, own)
+        if self.alone:
+            self._words_of = lambda: words
+        else:
+            rider = self._gradients.rider
+            digits_of = to_digits(torch.from_numpy(words), rider.dtype)
+            rider[: len(digits_of)] = from_host(digits_of, rider.device)
+
+    def write_later(self, encode: Callable[[], npt.NDArray[np.int64]], own: OwnMetrics) -> None:
+        """Write them when they are read, which needs no other member; `encode` returns the header, and fills `own`."""
+        assert self.alone, "the other members wait for this header"
+        self._words_of = lambda: self._joined(encode(), own)
+
+    def _joined(self, encoded: npt.NDArray[np.int64], own: OwnMetrics) -> npt.NDArray[np.int64]:
+        words = np.zeros(len(encoded) + self._shards * self._metrics, dtype=np.int64)
         words[: len(encoded)] = encoded
         if own.sums is not None and len(own.names) <= self._metrics:
             words[len(encoded) :].view(np.float64).reshape(self._shards, -1)[:, : len(own.names)] = own.sums
-        if not self._alone:
-            dtype = self._gradients.rider.dtype
-            self._gradients.rider[: digits(len(words), dtype)] = to_digits(torch.from_numpy(words), dtype)
+        return words
 
     def write_buffers(self, rank: int) -> None:
         """Write this member's sums of buffers, if they travel here; the member's last forward pass has ended."""
@@ -83,11 +99,22 @@ class Rider:
             return []
         return [world.reduce(*one) for buffers in self._buffers for one in buffers.to_reduce()]
 
+    @property
+    def unread(self) -> list[Numbers]:
+        """What `read` reads, after the sums."""
+        if self.alone:
+            return []
+        if self._summed is None:
+            self._summed = Numbers(self._gradients.rider[: self._begin_of_buffers])
+        return [self._summed]
+
     def read(self) -> tuple[npt.NDArray[np.int64], Table]:
         """Return the summed header, and the metrics with a row for each shard."""
-        words = self._own
-        if not self._alone:
-            words = from_digits(self._gradients.rider[: self._begin_of_buffers].cpu()).numpy()
+        if self.alone:
+            words = self._words_of()
+        else:
+            [summed] = self.unread
+            words = from_digits(summed.host().to(self._gradients.rider.dtype)).numpy()
         size = header.size(self._shards)
         return words[:size], words[size:].view(np.float64).reshape(self._shards, -1)
 

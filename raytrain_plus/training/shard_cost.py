@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_copies import BatchCopies
 from raytrain_plus.job.settings import Job
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.loss import on_device, task_loss
+from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.step import SynchronousSteps
 
 MOST = 0.2
@@ -96,10 +97,11 @@ def _passes_s(steps: SynchronousSteps, one: Microbatch) -> float:
     """Return the seconds of the forward and backward pass of a microbatch, as a plain loop makes them."""
     state = steps.state
     state.train()
+    on_device = BatchCopies(state.device)
 
     def passes() -> None:
         with state.technique.precision.autocast():
-            loss = task_loss(state.task, state.module, on_device(one.batch, state.device), one.rows).loss
+            loss = task_loss(state.task, state.module, on_device(one.batch), one.rows).loss
         torch.autograd.backward(loss)
 
     return _shortest_s(passes)

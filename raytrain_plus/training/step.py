@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from raytrain_plus.device_clock import marks
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED
 from raytrain_plus.training.applied import Applied
@@ -30,6 +31,7 @@ from raytrain_plus.training.passes import Passes, Shards
 from raytrain_plus.training.remarks import Remarks
 from raytrain_plus.training.scheduler import rates_of
 from raytrain_plus.training.skipped_rows import skipped_rows
+from raytrain_plus.training.step_sums import GradientNorms
 from raytrain_plus.training.train_state import Summed, TrainState
 from raytrain_plus.training.verdict import (
     LOSS,
@@ -74,6 +76,15 @@ class _Computed:
     """The parameters held here that got no gradient."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Means:
+    """The gradients of a step."""
+
+    absent: frozenset[str]
+    """See `_Computed`."""
+    norms: GradientNorms
+
+
 class SynchronousSteps:
     """Makes the steps of one generation, one after the other, on a state."""
 
@@ -89,6 +100,7 @@ class SynchronousSteps:
         self.passes = passes
         self.begun = -1
         """The step that was begun last."""
+        self._mark = marks(state.device)
         self._skip_nonfinite = skip_nonfinite
         self._remarks = Remarks()
 
@@ -134,17 +146,25 @@ class SynchronousSteps:
         works = passes.run(step, shards, context, search)
         context.control.enter("collective")
         context.meanwhile()
-        start = time.monotonic()
-        totals = sums.wait(works, passes.metrics, step, context)
+        start = self._mark()
+        sums.wait(works, step, context)
+        # A worker alone knows the weight, as a rule, and then one copy to the host has all that it must know. The means
+        # of sums that do not fit their grids are made in vain, and nothing uses them.
+        weight = passes.weight if context.world.size == 1 else None
+        means = self._means(weight) if weight else None
+        summed = self._mark()
+        sums.read_with([*passes.unread, *([] if means is None else means.norms.unread)])
+        totals = sums.totals(passes.metrics, step, context)
         if skipped := skipped_rows(step, totals, shards, context, state.device):
             totals = replace(totals, skipped_rows=skipped)
         if not totals.weight:
             raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
         reading = sums.read()
-        if reading.settled:
-            sums.take_means(totals.weight)
-        absent = sums.add_tied(passes.exchange_tied, reading.settled, sums.without_gradient())
-        squares = sums.squares() if reading.settled else {}
+        if means is None:
+            means = self._means(totals.weight, settled=reading.settled)
+            summed = self._mark() if reading.settled else summed
+        absent = means.absent
+        squares = means.norms.squares() if reading.settled else {}
         if totals.bad_shards:
             squares[LOSS] = math.nan
         if not reading.settled:
@@ -156,8 +176,22 @@ class SynchronousSteps:
             squares[fault.parameter] = math.nan
         if reading.settled or squares:
             state.hold(Summed(step, totals, absent, dict(reading.scales), one.loss_scale))
+        agreeing = time.monotonic()
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
-        return _Computed(totals, status, time.monotonic() - start, absent)
+        # The host has read what was requested before `summed`, so the device is past it.
+        reduce_s = start.seconds_to(summed) + time.monotonic() - agreeing
+        return _Computed(totals, status, reduce_s, absent)
+
+    def _means(self, weight: float, settled: bool = True) -> _Means:
+        """Turn the sums into gradients, given the weight of all shards, and measure them.
+
+        Sums that are not `settled` are left as they are, and are exchanged with other stages all the same.
+        """
+        sums = self.state.sums
+        if settled:
+            sums.take_means(weight)
+        absent = sums.add_tied(self.passes.exchange_tied, settled, sums.without_gradient())
+        return _Means(absent, sums.norms())
 
     def _next_try(self, step: int, one: _Try, half: LossScale | None, status: SumStatus, context: StepContext) -> _Try:
         """Return how a step is computed again whose sums do not fit their grids, or are not finite.

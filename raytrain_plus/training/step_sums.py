@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -14,8 +14,10 @@ from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum, Reading
 from raytrain_plus.collective.world import Work
+from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.parallel.pipeline.layout import tied_groups
 from raytrain_plus.training import header
+from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.norms import Norms
@@ -81,14 +83,23 @@ class StepSums:
             if buffers:
                 part.buffers.begin_step(scales)
 
-    def wait(self, works: Sequence[Work], own: OwnMetrics, step: int, context: StepContext) -> header.StepTotals:
-        """Wait for all sums, and return the totals in the header that they carry.
+    def wait(self, works: Sequence[Work], step: int, context: StepContext) -> None:
+        """Wait for all sums."""
+        context.wait(works, f"the sums of step {step}")
+        self.rider.read_buffers()
+
+    def read_with(self, others: Iterable[Numbers]) -> None:
+        """Read at once what the host must know of the sums, and these numbers."""
+        of_parts = (one for part in self._parts for one in part.gradients.unread)
+        magnitudes = (exact.magnitudes for exact in self._exact)
+        read_together([*self.rider.unread, *of_parts, *magnitudes, *others])
+
+    def totals(self, own: OwnMetrics, step: int, context: StepContext) -> header.StepTotals:
+        """Return the totals in the header that the sums carry.
 
         `own`: the metrics of this replica's shards. Raises `TrainingError` if shards have different metrics.
         """
-        context.wait(works, f"the sums of step {step}")
         summed, table = self.rider.read()
-        self.rider.read_buffers()
         totals = header.decode(summed)
         check_same(totals.signatures, step)
         count = number_of(totals.signatures)
@@ -101,7 +112,7 @@ class StepSums:
         if table.shape[1] < count:
             # Every member finds this alike. From the next step on there is room.
             sums = np.zeros((self._shards, count)) if own.sums is None else own.sums
-            total = torch.from_numpy(sums.copy()).to(self._device)
+            total = from_host(torch.from_numpy(sums.copy()), self._device)
             context.reduce(total, "metrics", f"the metrics of step {step}")
             table = total.cpu().numpy()
         return replace(totals, metrics=means(names, table, totals.weight))
@@ -216,23 +227,39 @@ class StepSums:
             absent = absent.difference(names)
         return absent
 
-    def squares(self) -> dict[str, float]:
-        """Return the squared norm of each parameter's gradient, tied parameters once; NaN for buffers with non-finite
-        sums.
-        """
+    def norms(self) -> GradientNorms:
+        """Measure the norm of each parameter's gradient, tied parameters once, and of the buffers' changes."""
         trained = [(name, _gradient(value)) for name, value in self._trained if name not in self._copies]
-        changes = [(part, change) for part in self._parts for change in part.buffers.changes()]
-        squares = Norms([*(gradient for _, gradient in trained), *(change for _, change in changes)]).squares()
-        found = {name: square for (name, _), square in zip(trained, squares, strict=False)}
-        for (part, _), square in zip(changes, squares[len(trained) :], strict=True):
-            if not math.isfinite(square):
-                found |= {f"{BUFFER}{name}": math.nan for name in part.buffers.not_finite()}
-        return found
+        return GradientNorms(trained, [part.buffers for part in self._parts])
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
         for part in self._parts:
             part.gradients.scale(factor)
+
+
+class GradientNorms:
+    """What the norms of a step's gradients, and of the changes of its buffers, show."""
+
+    def __init__(self, gradients: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[Buffers]) -> None:
+        self._names = [name for name, _ in gradients]
+        changes = [(one, change) for one in buffers for change in one.changes()]
+        self._of_changes = [one for one, _ in changes]
+        self._norms = Norms([*(gradient for _, gradient in gradients), *(change for _, change in changes)])
+
+    @property
+    def unread(self) -> list[Numbers]:
+        """What `squares` reads."""
+        return self._norms.unread
+
+    def squares(self) -> dict[str, float]:
+        """Return the squared norm of each parameter's gradient; NaN for buffers with non-finite sums."""
+        squares = self._norms.squares()
+        found = dict(zip(self._names, squares, strict=False))
+        for buffers, square in zip(self._of_changes, squares[len(self._names) :], strict=True):
+            if not math.isfinite(square):
+                found |= {f"{BUFFER}{name}": math.nan for name in buffers.not_finite()}
+        return found
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

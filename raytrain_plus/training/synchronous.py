@@ -21,16 +21,19 @@ from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
-from raytrain_plus.training.header import ShardReport
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage
+from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.thread_control import Place
 
 
 class Synchronous(ReplicaStage):
     """See `passes.Passes`. Lives for one generation, as its model replica's world does."""
+
+    weight = None
+    unread = ()
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`. Only the first stage receives batches; all stages know the row counts."""
@@ -65,7 +68,7 @@ class _ReplicaStep:
         self._before = {chunk: part.writes() for chunk, part in stage.parts.items()}
         self._keyed: dict[tuple[int, int], MicrobatchKeys] = {}
         self._seen: dict[tuple[int, int], list[torch.Tensor | None]] = {}
-        self._reports: dict[int, ShardReport] = {}
+        self._reports = ShardReports()
         """The shards' reports; known on the stage of the last chunk."""
         self._backward_left = dict.fromkeys(stage.parts, len(self.places))
         self._unreduced = list(stage.parts)
@@ -134,6 +137,7 @@ class _ReplicaStep:
     def _forward_ended(self, chunk: int) -> None:
         """Send what is known once the last forward pass of a chunk has run."""
         stage = self._stage
+        stage.parts[chunk].buffers.check_refused()
         if chunk == stage.chunks[-1]:
             # As late as possible: a request made during this step is seen at its end.
             stage.send_flags(self._context.flags())

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.parallel.data import BUCKET_BYTES
+from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
@@ -69,7 +70,7 @@ class TrainState:
         device: torch.device,
         exact: bool = False,
         make_wire: MakeWire = ring_wire,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         technique: Technique = PLAIN,
         shard_rows: int = 1,
         division: Division | None = None,
@@ -88,7 +89,7 @@ class TrainState:
             shards=shards,
             exact=exact,
             make_wire=make_wire,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes or bucket_bytes_on(device),
             technique=technique,
         )
         named = [pair for part in self.parts for pair in part.parameters]
@@ -121,6 +122,7 @@ class TrainState:
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
+        self._copies = StateCopies(device)
         self._clip_norm = clip_norm
         self._frozen = [(name, value) for name, value in named if not value.requires_grad]
         self._persistent = [
@@ -191,6 +193,7 @@ class TrainState:
         """
         held, self._held = self._held, None
         assert held is not None, "the sums are complete"
+        self._copies.before_change()
         norm = gradient_norm(squares)
         self.squares = dict(squares)
         self._make_room(held.totals)
@@ -217,6 +220,7 @@ class TrainState:
 
         No consistent state exists until `end` and `finish`.
         """
+        self._copies.before_change()
         self.last_applied = None
         self._change(summed)
         self._make_room(summed.totals)
@@ -276,6 +280,7 @@ class TrainState:
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Replace the state by another worker's."""
         self.discard()
+        self._copies.before_change()
         transfer.load_snapshot(snapshot, self.holding())
         self.trained.copy_to_model()
         self.restore_buffers()
@@ -310,6 +315,7 @@ class TrainState:
             self.rules,
             () if self._averages is None else self._averages.named,
             None if self.trained.everything else self.trained.shared,
+            self._copies,
         )
 
     def averaged(self, context: StepContext | None = None) -> AbstractContextManager[None]:

@@ -22,6 +22,7 @@ from raytrain_plus.data.first_rows import first_rows, microbatch_of
 from raytrain_plus.data.reader import Microbatch, microbatch_rows
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.data.unusable import joined, usable
+from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
@@ -42,7 +43,7 @@ from raytrain_plus.training.build import build_state, initial_sums, task_of, who
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
-from raytrain_plus.training.loss import TaskLoss, held_out_metrics, on_device, task_loss
+from raytrain_plus.training.loss import TaskLoss, held_out_metrics, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
@@ -424,7 +425,7 @@ def _footprint(
         batch = _batch(job, other, rows, count)
         start = time.monotonic()
         with state.technique.precision.autocast():
-            found = task_loss(other, state.module, on_device(batch.batch, device), batch.rows)
+            found = task_loss(other, state.module, to_device(batch.batch, device, copy=True), batch.rows)
         seconds = BACKWARD * (time.monotonic() - start) / batch.rows
         return found
 

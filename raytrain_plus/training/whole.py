@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.collate import counts_tokens, default_weight
+from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
@@ -20,8 +23,8 @@ from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport, encode
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.model import to_device
 from raytrain_plus.training.passes import Shards
+from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.thread_control import Place
 from raytrain_plus.training.train_state import TrainState
@@ -41,12 +44,25 @@ class WholePasses:
         [self._part] = state.parts
         self._task, self._device, self._shards = state.task, state.device, state.shards
         self._sums, self._rider = state.sums, state.sums.rider
+        self._on_device = BatchCopies(state.device)
         self.metrics = OwnMetrics()
+        self._reports = ShardReports()
+
+    @property
+    def weight(self) -> float | None:
+        """See `passes.Passes`."""
+        return self._reports.weight()
+
+    @property
+    def unread(self) -> list[Numbers]:
+        """See `passes.Passes`."""
+        return [*self._reports.unread, *self._part.buffers.unread]
 
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         """See `passes.Passes`."""
         part, control, works = self._part, context.control, list[Work]()
-        before, reports = part.writes(), _reports_of(shards)
+        before, reports = part.writes(), ShardReports(_reports_of(shards))
+        self._reports = reports
         # Microbatches without rows are passed over.
         places = [(shard, index) for shard in sorted(shards) for index, one in enumerate(shards[shard]) if one.rows]
         last_of = dict(places)
@@ -60,13 +76,15 @@ class WholePasses:
             control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
-                loss = weighted_loss(self._task, part.module, one, place, self._device, reports, self._sums.loss_factor)
+                loss = weighted_loss(
+                    self._task, part.module, one, place, self._on_device, reports, self._sums.loss_factor
+                )
             if ends_shard:
                 part.buffers.end_shard(shard, used)
                 passed = used = 0
             first = ends_shard
             if ends_step:
-                self._write_header(reports, context)
+                self._write_header(context)
             control.check()
             control.compute(place, "backward")
             keyed.backward()
@@ -83,17 +101,30 @@ class WholePasses:
             if ends_shard and not ends_step:
                 part.gradients.end_shard()
         if not places:
-            self._write_header(reports, context)
+            self._write_header(context)
         if search is not None or not places:
             with self._summing(works, context):
                 pass
         return works
 
-    def _write_header(self, reports: dict[int, ShardReport], context: StepContext) -> None:
+    def _write_header(self, context: StepContext) -> None:
         """Write what is known after the last forward pass; a request made during the step is seen at its end."""
-        self.metrics = own_metrics({shard: report.metrics for shard, report in reports.items()}, self._shards)
-        self._rider.write(encode(reports, self._shards, context.flags()), self.metrics)
+        self.metrics = OwnMetrics()
+        if self._rider.alone:
+            # The losses are read with all else that the step must know.
+            self._rider.write_later(lambda: self._header(context), self.metrics)
+        else:
+            self._rider.write(self._header(context), self.metrics)
         self._rider.write_buffers(context.world.rank)
+
+    def _header(self, context: StepContext) -> npt.NDArray[np.int64]:
+        """Return the header, and fill the metrics that go with it. Raises `TrainingError` for a changed buffer."""
+        read_together(self.unread)
+        self._part.buffers.check_refused()
+        reports = self._reports.read()
+        own = own_metrics({shard: report.metrics for shard, report in reports.items()}, self._shards)
+        self.metrics.names, self.metrics.sums = own.names, own.sums
+        return encode(reports, self._shards, context.flags())
 
     @contextmanager
     def _summing(self, works: list[Work], context: StepContext) -> Iterator[None]:

@@ -103,11 +103,12 @@ class OverlappingSteps:
             works += started
         control.enter("collective")
         start = time.monotonic()
-        totals = sums.wait(works, self.passes.metrics, step, context)
+        sums.wait(works, step, context)
         reduce_s = time.monotonic() - start
+        totals = sums.totals(self.passes.metrics, step, context)
         absent = sums.without_gradient()
         sums.take_means(totals.weight)
-        status = SumStatus(True, sums.squares())
+        status = SumStatus(True, sums.norms().squares())
         if not status.fit:
             status = replace(status, fault=sums.first_fault(search, self.passes.chunks, step, context))
         refused = why_refused(step, totals.bad_shards, status, searched=True)

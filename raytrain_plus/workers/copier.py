@@ -198,6 +198,7 @@ class Copier:
 
     def _keep_and_send(self, out: _Out) -> None:
         try:
+            out.kept.memory.wait()
             snapshot = out.kept.snapshot
             self._put(out.stage, replace(out.kept, snapshot=replace(snapshot, digest=_digest(snapshot))))
         except Exception:

@@ -35,8 +35,16 @@ from raytrain_plus.workers.messages import Plan
 class Feeds:
     """Opens the sources of batches; each reuses what its predecessor keeps in memory."""
 
-    def __init__(self, plan: Plan, collate: Collate, transform: Transform | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        collate: Collate,
+        transform: Transform | None,
+        pin: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """Prepare to open them; `pin`: see `Batches`."""
         self._plan = plan
+        self._pin = pin
         self._collate = collate
         self.rows = rows_of(plan.job, plan.index, transform)
         """What reads the training data."""
@@ -73,6 +81,7 @@ class Feeds:
             cache_mb=job.data.cache_mb,
             make_stream=functools.partial(open_stream, node=_node(), roots=plan.roots) if stream else None,
             before=self._last,
+            pin=self._pin,
         )
         return self._last
 

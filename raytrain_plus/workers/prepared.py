@@ -14,6 +14,7 @@ import torch
 from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.transform_block import Transform
+from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
 from raytrain_plus.job.task_loader import as_task_error, load_function, load_task
@@ -129,7 +130,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         best,
         lambda pieces: own.state.trained.held_rows(pieces),
     )
-    feeds = Feeds(plan, task.collate, transform)
+    feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None)
     if job.parallel.pipeline == 1:
         ready, classes = _size_of(own.state), KNOWN
     else:

@@ -177,6 +177,7 @@ class Saver:
             outages[:] = [outage_of(error, run, sum(copy.data.nbytes for copy in copies))]
 
         try:
+            self._memory.wait()
             check_finite(((copy.piece.name, _tensor(copy)) for copy in copies), allowed, step)
             name = name_of(step, part.of.generation)
             share = retry(

@@ -274,6 +274,16 @@ class Faulty(Net):
             time.sleep(float(what.removeprefix("sleep")))
 
 
+class Located(Faulty):
+    """A task that leaves a file with the device on which it computes."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        if not in_trial():
+            (self.folder / f"device-{os.getpid()}").write_text(f"{batch['x'].device} {loss.device}")
+        return loss
+
+
 class Derails(Faulty):
     """A task with a finite loss and a gradient that is not finite.
 

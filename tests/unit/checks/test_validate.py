@@ -389,3 +389,13 @@ def test_a_parameter_whose_gradients_cannot_be_summed_is_refused_by_name(tmp_pat
     wished = replace(job(tmp_path), task=Coarse, evaluate=None)
     with pytest.raises(TaskError, match="the parameter 'weight' is float8_e4m3fn"):
         validate_job(wished, [])
+
+
+def test_many_shards_on_few_gpus_are_reported(tmp_path: Path) -> None:
+    for folder in ("data", "held_out"):
+        write(tmp_path / folder, "x")
+    one = replace(job(tmp_path), collective="torch")
+    few, many = (validate_job(replace(one, workers=Workers(min=1, max=most, gpus=1)), []).lines() for most in (2, 4))
+    told = "  warning: data.shards is 8, and the largest group has 2 model replicas: in each step a GPU makes 4 small"
+    assert [line for line in few if line.startswith(told)]
+    assert not [line for line in many if "small passes" in line]

@@ -147,3 +147,18 @@ def test_zero_everywhere_is_settled_and_keeps_its_grid() -> None:
     assert (one.read().settled, one.read().scales) == (True, {"a": -40})
     assert one.wire.tolist() == [0, 0, 0, 0, 0, 5]
     assert one.scales_from(one.largest()) == {}
+
+
+@given(st.lists(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=6), min_size=1))
+def test_all_tensors_at_once_round_as_one_by_one(values: list[list[float]]) -> None:
+    tensors = [torch.tensor(one, dtype=torch.float32) for one in values]
+    sizes = {str(number): len(one) for number, one in enumerate(values)}
+    # The last tensor has no grid yet.
+    scales = {str(number): -30 + 7 * number for number in range(len(values) - 1)}
+    one_by_one, at_once = (ExactSum(sizes, 2, torch.device("cpu")) for _ in range(2))
+    for found in (one_by_one, at_once):
+        found.begin(scales)
+    for _ in range(2):
+        one_by_one.add(tensors)
+        at_once.add_rounded(tensors)
+    assert one_by_one.total.numpy().tobytes() == at_once.total.numpy().tobytes()

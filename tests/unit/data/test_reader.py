@@ -474,3 +474,30 @@ def test_counts_of_held_out_rows(folder: Path, size: int) -> None:
     for shard in range(4):
         read = [one.rows for one in held_out(rows, shard, size, to_rows)]
         assert [one.rows for one in held_out_counts(rows.sample_order, shard, size)] == read
+
+
+def test_batches_are_pinned_on_the_thread_that_makes_them(folder: Path) -> None:
+    rows = rows_of(folder)
+    threads = set()
+
+    def pin(batch: list[tuple[object, ...]]) -> tuple[str, int]:
+        threads.add(threading.current_thread().name)
+        return "pinned", len(batch)
+
+    feed = Batches(
+        rows,
+        shards=(0, 1),
+        first_step=0,
+        microbatches=1,
+        collate=to_rows,
+        cache_mb=0,
+        make_stream=None,
+        pin=pin,
+    )
+    with feed:
+        for step in range(rows.sample_order.steps):
+            made = feed.get(step, 10).shards
+            assert [one.batch for shard in made.values() for one in shard] == [
+                ("pinned", one.rows) for shard in made.values() for one in shard
+            ]
+    assert threads == {"batches"}

@@ -8,7 +8,7 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.data import Gradients, plan_buckets
+from raytrain_plus.parallel.data import Gradients, bucket_bytes, plan_buckets
 from raytrain_plus.parallel.wire import Exact
 
 
@@ -33,6 +33,15 @@ def test_buckets_run_from_the_last_parameter_and_split_by_size_and_dtype() -> No
     values = [*parameters(4, 4, 4), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
     assert [[v.numel() for v in group] for group in plan_buckets(values, 32)] == [[1], [4, 4], [4]]
     assert [[v.numel() for v in group] for group in plan_buckets(parameters(100), 8)] == [[100]]
+
+
+def test_a_gpu_has_larger_buckets() -> None:
+    width, vocabulary = 1024, 50_304
+    block = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width), (width,), (width,)]
+    shapes = [(vocabulary, width), (width, width), *block * 24, (width,), (vocabulary, width)]
+    model = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    few, many = (len(plan_buckets(model, bucket_bytes(torch.device(kind)))) for kind in ("cuda", "cpu"))
+    assert few <= 30 < 120 <= many
 
 
 def test_gradients_are_complete_when_submitted_and_in_order() -> None:
@@ -114,6 +123,8 @@ def test_without_exact_sums_the_summed_buckets_are_scaled() -> None:
 
 class Others(SoloWorld):
     """A world whose other members have submitted what `adds` returns."""
+
+    size = 2
 
     def __init__(self, adds):  # type: ignore[no-untyped-def]
         self._adds = adds

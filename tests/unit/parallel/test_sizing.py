@@ -9,7 +9,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Data, Job, Parallel, Workers
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.parallel.sizing import most_workers, size_table, unused_workers
+from raytrain_plus.parallel.sizing import many_passes, most_workers, size_table, unused_workers
 
 
 def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
@@ -115,3 +115,20 @@ def test_names_out_of_order_are_refused() -> None:
     made = job(3, 3, pipeline=3, partition=("embed", "head", "block0"))
     with pytest.raises(InputError, match="'block0' does not come after 'head' in the model, but before it"):
         size_table(made, ("embed", "block0", "head"))
+
+
+def test_many_more_shards_than_replicas_on_gpus_are_named() -> None:
+    def told(replicas: int, gpus: float = 1, batch_size: int = 96, microbatches: int = 1) -> str:
+        data = Data(path="rows", batch_size=batch_size, shards=12)
+        parallel = Parallel(microbatches=microbatches)
+        job = Job(name="x", task="t:T", data=data, steps=1, workers=Workers(gpus=gpus), parallel=parallel)
+        return many_passes(job, replicas)
+
+    assert (told(12), told(6), told(1, gpus=0)) == ("", "", "")
+    assert told(4) == (
+        "data.shards is 12, and the largest group has 4 model replicas: in each step a GPU makes 3 small passes, of "
+        "8 rows, one after the other, which leaves it partly idle; with data.shards = 4 a pass has 24 rows"
+    )
+    # 5 does not divide the rows, and 6 does.
+    assert told(5, microbatches=2).endswith("with data.shards = 6 a pass has 8 rows")
+    assert "1 model replica: in each step a GPU makes 24 small passes, of 4 rows" in told(1, microbatches=2)

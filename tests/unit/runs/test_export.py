@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrain_plus import Data, Job
 from raytrain_plus.errors import CheckpointError, InputError
-from raytrain_plus.runs.export import export_program, export_weights, load
+from raytrain_plus.runs.export import NEWEST, export_program, export_to, export_weights, load, rounded
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.address import within
@@ -87,6 +87,29 @@ def test_a_model_gets_the_weights_of_an_exported_file(local: LocalFolder, tmp_pa
     assert load(to, mine) == -1
     assert same(mine, model(9))
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+def test_weights_are_rounded_to_bfloat16_and_buffers_are_not(local: LocalFolder, tmp_path: Path) -> None:
+    to, whole = tmp_path / "half.safetensors", model(9)
+    assert export_weights(local, to, dtype="bf16").step == 9
+    found = safetensors.torch.load_file(to)
+    for name in ("first.weight", "first.bias"):
+        assert torch.equal(found[name], whole.state_dict()[name].to(torch.bfloat16))
+    assert (found["count"].dtype, float(found["count"])) == (torch.float32, 9.0)
+    mine = model(0)
+    assert load(to, mine) == -1
+    assert torch.equal(mine.first.weight, whole.first.weight.to(torch.bfloat16).float())
+
+
+def test_a_file_of_other_dtypes_keeps_them() -> None:
+    weights = {str(dtype): torch.ones(2, dtype=dtype) for dtype in (torch.float64, torch.float16, torch.int32)}
+    found = rounded(weights, weights.keys())
+    assert [value.dtype for value in found.values()] == [torch.bfloat16, torch.float16, torch.int32]
+
+
+def test_a_program_has_the_dtypes_of_the_model(local: LocalFolder, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--dtype bf16 cannot be combined with --format torch-export"):
+        export_to(str(local.path), "runs", tmp_path / "model.pt2", "torch-export", NEWEST, "bf16")
 
 
 @pytest.mark.parametrize("cut", [True, False])

@@ -85,8 +85,13 @@ def test_a_change_of_a_buffer_with_rule_refuse_is_an_error() -> None:
     buffers = Buffers(holder, RULES)
     buffers.begin_step({})
     holder.fixed += 1
+    buffers.end_shard(0, 2)
     with pytest.raises(TrainingError, match="'fixed' changed in a forward pass"):
-        buffers.end_shard(0, 2)
+        buffers.check_refused()
+    buffers.begin_step({})
+    holder.fixed -= 1
+    buffers.end_shard(0, 2)
+    buffers.check_refused()
 
 
 @pytest.mark.parametrize(("name", "rule"), [("mean", "max"), ("count", "mean")])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.device_clock import Mark
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.observe.step_profile import PHASES, Change, Profiled, ProfiledWorker, Sum
 from raytrain_plus.training import profiling
@@ -35,12 +36,12 @@ class Kept:
     files: dict[str, bytes] = field(default_factory=dict)
     described: list[int] = field(default_factory=list)
 
-    def of(self, steps: range) -> Profiling:
-        def describe(step: int) -> ProfiledWorker:
-            self.described.append(step)
-            return ProfiledWorker(seat=0, device="a CPU", trace=f"from-{step}", operations=1, peak=None)
+    def of_worker(self, step: int) -> ProfiledWorker:
+        self.described.append(step)
+        return ProfiledWorker(seat=0, device="a CPU", trace=f"from-{step}", operations=1, peak=None)
 
-        return Profiling(steps, CPU, describe=describe, write=self.files.__setitem__, tell=self.told.append)
+    def of(self, steps: range) -> Profiling:
+        return Profiling(steps, CPU, describe=self.of_worker, write=self.files.__setitem__, tell=self.told.append)
 
 
 def trained(profiled: Profiling | None, last: int = 5) -> str:
@@ -156,7 +157,11 @@ class Slow(SoloWorld):
 
 def test_a_watch_records_phases_and_how_long_sums_are_under_way() -> None:
     ticks = itertools.count()
-    watch = PhaseWatch(clock=lambda: float(next(ticks)))
+
+    def clock() -> float:
+        return float(next(ticks))
+
+    watch = PhaseWatch(lambda: Mark(clock()), clock)
     given: StepContext = context(WatchedWorld(Slow(), watch))
     given.control.watch = watch
     given.control.enter("computing", "backward")
@@ -165,8 +170,55 @@ def test_a_watch_records_phases_and_how_long_sums_are_under_way() -> None:
     given.control.check()
     given.control.enter("collective")
     given.wait([work], "a sum")
-    assert watch.changes == [
+    watch.close()
+    changes = [
         Change(0.0, "rest"), Change(1.0, "backward"), Change(4.0, "rest"), Change(5.0, "exposed"), Change(8.0, "rest")
     ]  # fmt: skip
+    assert watch.times() == (changes, 9.0)
     assert watch.sums == [Sum(2.0, 3.0), Sum(6.0, 7.0)]
-    assert watch.close() == 9.0
+
+
+class GpuEvent:
+    """A moment on a GPU, in seconds, which the GPU is past."""
+
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: GpuEvent) -> float:
+        return 1000.0 * (end_event.at - self.at)
+
+
+def test_phases_of_a_gpu_take_the_time_that_it_computes_not_that_of_the_requests() -> None:
+    # The host requests the passes in 2 s, and reads the sums until 10 s, when the GPU has computed the passes.
+    moments = iter([(0.0, 100.0), (1.0, 101.0), (2.0, 104.0), (10.0, 110.0), (11.0, 112.0)])
+
+    def mark() -> Mark:
+        host, at = next(moments)
+        return Mark(host, GpuEvent(at))  # type: ignore[arg-type]
+
+    watch = PhaseWatch(mark)
+    for phase in ("forward", "backward", "optimizer"):
+        watch.enter(phase)  # type: ignore[arg-type]
+    watch.close()
+    changes = [Change(0.0, "rest"), Change(1.0, "forward"), Change(4.0, "backward"), Change(10.0, "optimizer")]
+    assert watch.times() == (changes, 12.0)
+
+
+def test_a_step_of_a_gpu_is_reported_when_the_next_one_has_read_its_sums() -> None:
+    kept = Kept()
+    one, given = kept.of(range(3)), context(SoloWorld())
+    settled: list[int] = []
+    one._start = lambda step, control: kept.of_worker(step)  # type: ignore[method-assign]
+    one._device = torch.device("cuda")
+    one._settle = lambda: settled.append(len(kept.told))  # type: ignore[method-assign]
+    profiled = []
+    for step in range(3):
+        with one.during(range(step, step + 1), given):
+            pass
+        profiled.append([told.step for told in kept.told if isinstance(told, Profiled)])
+    one.finish(given.control)
+    assert profiled == [[], [0], [0, 1, 2]]
+    assert settled == [2]

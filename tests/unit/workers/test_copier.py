@@ -21,7 +21,7 @@ from raytrain_plus.state.transfer import Snapshot, load_snapshot, take_snapshot
 from raytrain_plus.workers import copier as module
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import Buddy, Sent
-from tests.unit.workers.trained import holding
+from tests.unit.workers.trained import LateCopies, holding
 
 STAGE = Stage(1, 2)
 
@@ -115,6 +115,19 @@ def test_a_copy_is_the_state_between_the_steps_where_it_was_made() -> None:
     assert alike(found, before)
     assert pair.keeper.find(3, Stage(0, 2)) is None
     assert pair.keeper.find(2, STAGE) is None
+
+
+def test_a_copy_that_a_gpu_makes_late_is_sent_once_it_is_complete() -> None:
+    pair = Pair()
+    pair.held = replace(pair.held, copies=LateCopies())
+    pair.begin()
+    wanted = take_snapshot(3, pair.held)
+    pair.copy(3)
+    pair.told.get(timeout=5)
+    for one in (pair.owner, pair.keeper):
+        found = one.find(3, STAGE)
+        assert found is not None
+        assert alike(found, wanted)
 
 
 def test_the_next_copy_waits_until_all_previous_ones_are_in_place() -> None:

@@ -27,7 +27,7 @@ from raytrain_plus.workers import saver as module
 from raytrain_plus.workers.messages import ShareOf, Written
 from raytrain_plus.workers.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
-from tests.unit.workers.trained import holding
+from tests.unit.workers.trained import LateCopies, holding
 
 Told = queue.SimpleQueue[Written]
 
@@ -46,8 +46,11 @@ def test_when_a_checkpoint_is_due(tmp_path: Path) -> None:
     assert not any(Saver(LocalFolder(tmp_path), holding, None, best=False).due(step, True) for step in range(99))
 
 
-def test_the_written_state_is_the_one_at_the_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_the_written_state_is_the_one_at_the_copy(tmp_path: Path, late: bool) -> None:
     run, held = LocalFolder(tmp_path), holding()
+    if late:
+        held = replace(held, copies=LateCopies())
     before = {name: value.detach().clone() for name, value in held.parameters}
     told: Told = queue.SimpleQueue()
     writers = [saver(run, held, told, writer, 2) for writer in range(2)]

@@ -1,0 +1,105 @@
+"""Real runs of one worker with a GPU: it is killed and resumes from its checkpoint; its model is exported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import safetensors.torch
+import torch
+
+from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Profile, Workers, load
+from raytrain_plus.data.audit import audit
+from raytrain_plus.observe.step_profile import PHASES
+from tests.gpu import DEVICE, NEEDS_GPU
+from tests.integration.elastic import Run, ended, job
+from tests.integration.tasks import Net, write_data
+
+pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300), pytest.mark.usefixtures("one_gpu")]
+
+GPUS = 1
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[None]:
+    """Start a Ray with one GPU, which it need not find itself."""
+    ray.init(
+        address="local",
+        num_cpus=2,
+        num_gpus=GPUS,
+        include_dashboard=False,
+        logging_level="ERROR",
+        log_to_driver=False,
+    )
+    yield
+    ray.shutdown()
+
+
+def on_gpu(tmp_path: Path, name: str, **changes: Any) -> Job:
+    """Return a job for one worker with a GPU; a checkpoint every ten steps."""
+    settings: dict[str, Any] = {
+        "task": "tasks:Located",
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=12),
+        "steps": 60,
+        "evaluate": Evaluate(path=str(tmp_path / "data"), every_steps=20),
+        "checkpoint": Checkpoint(every_steps=10),
+        "workers": Workers(min=1, max=1, gpus=GPUS),
+        **changes,
+    }
+    return job(tmp_path, name=name, **settings)
+
+
+def devices(tmp_path: Path) -> set[str]:
+    """Return where the workers have computed."""
+    return {file.read_text() for file in tmp_path.glob("device-*")}
+
+
+def test_a_killed_worker_resumes_from_its_checkpoint_to_the_same_bits(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    expected = ended(Run(on_gpu(tmp_path, "quiet", reduction="exact")))
+    run = Run(on_gpu(tmp_path, "killed", reduction="exact", args={"pad_s": 0.005}))
+    run.until(lambda: run.committed() >= 25 and run.events("checkpoint_saved")[1:], "step 25 and two checkpoints", 120)
+    [member] = run.members()
+    run.kill(member)
+    assert ended(run) == expected
+    [resumed] = run.events("resumed")
+    assert resumed["step"] >= 9
+    assert [other["pid"] for other in run.members()] != [member["pid"]]
+    assert devices(tmp_path) == {f"{DEVICE} {DEVICE}"}
+    assert not run.events("checkpoint_failed")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params", "fp16"])
+def test_techniques_together_train_a_model_that_is_exported(tmp_path: Path, precision: Any) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"precision": precision, "compile": True, "recompute": "full", "ema": Ema(decay=0.9)}
+    run = Run(on_gpu(tmp_path, "all", **settings))
+    result = run.finish(240)
+    assert result.status == "finished", result.error
+    assert audit(result.path).clean
+    assert devices(tmp_path) == {f"{DEVICE} {DEVICE}"}
+    losses = run.losses()
+    assert sum(losses[-10:]) < sum(losses[:10])
+    exported = safetensors.torch.load_file(Path(result.path) / "model.safetensors")
+    model = Net().model()
+    # The layers have names in the export, and none in this model.
+    assert {value.dtype for value in exported.values()} <= {torch.float32, torch.int64}
+    named = dict(zip(Net().parts(), model, strict=True))
+    assert load(run.folder, torch.nn.ModuleDict(named)) == 59
+
+
+def test_profiled_steps_add_up(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    run = Run(on_gpu(tmp_path, "profiled", profile=Profile(steps=[10, 20], workers=1)))
+    result = run.finish(240)
+    assert result.status == "finished", result.error
+    found = json.loads((Path(result.path) / "profile" / "summary.json").read_text())
+    [row] = found["workers"]
+    assert row["steps"] == [*range(10, 20)]
+    assert sum(row[f"{phase}_ms"] for phase in PHASES) == pytest.approx(row["step_ms"], rel=1e-3)
+    assert min(row[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer")) > 0
+    assert row["device"] == torch.cuda.get_device_name(DEVICE)

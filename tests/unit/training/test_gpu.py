@@ -1,0 +1,307 @@
+"""A step on a GPU: when the host waits, and that the bits are the same for any number of workers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Task, device_copies
+from raytrain_plus.collective.exact import ExactSum
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.device_clock import marks
+from raytrain_plus.device_copies import BatchCopies, pinned
+from raytrain_plus.job.setting_types import Precision as Name
+from raytrain_plus.job.setting_types import Recompute
+from raytrain_plus.state.hostcopy import HostMemory
+from raytrain_plus.state.named import named_state, state_sha256
+from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.model import build_model
+from raytrain_plus.training.norms import Norms
+from raytrain_plus.training.precision import Precision
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.technique import Technique
+from raytrain_plus.training.train_state import TrainState
+from tests.gpu import DEVICE, NEEDS_GPU
+from tests.unit.training.group import Group, context
+
+pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
+
+WIDTH, CLASSES, ROWS = 64, 8, 16
+BUSY = 200_000_000
+"""Cycles for which a GPU is kept busy: a tenth of a second."""
+
+
+class Block(nn.Module):
+    """Matrix products, dropout and normalizations, one of them with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH)
+        self.second, self.after = nn.Linear(4 * WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(F.gelu(self.norm(self.first(x))), 0.1, self.training)
+        return x + self.after(self.second(hidden))
+
+
+class Classify(Task):
+    """Layers, BatchNorm, dropout, a buffer that must not change, metrics on the device, and a fused optimizer."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {"first": Block, "second": Block, "head": lambda: nn.Linear(WIDTH, CLASSES)}
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        fused = DEVICE.type == "cuda"
+        return torch.optim.AdamW([value for _, value in parameters], lr=3e-3, fused=fused)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        scores = model(batch["x"]).float()
+        right = (scores.detach().argmax(1) == batch["y"]).float().mean()
+        return {"loss": F.cross_entropy(scores, batch["y"]), "metrics": {"accuracy": right}}
+
+
+def state_of(shards: int, exact: bool = False, technique: Technique | None = None) -> TrainState:
+    task, technique = Classify(), technique or Technique(Precision("fp32", DEVICE))
+    built = build_model(task, 0, DEVICE)
+    return TrainState(
+        task,
+        [built],
+        seed=0,
+        shards=shards,
+        clip_norm=0.5,
+        device=DEVICE,
+        exact=exact,
+        technique=technique,
+        shard_rows=ROWS,
+    )
+
+
+def batches(step: int, hosted: Any) -> dict[int, list[Microbatch]]:
+    """Return microbatches in pinned memory, as the reader makes them: the class is the largest of some columns."""
+    made: dict[int, list[Microbatch]] = {}
+    for shard in hosted:
+        draw = torch.Generator().manual_seed(1000 * step + shard)
+        x = torch.randn(2 * ROWS, WIDTH, generator=draw)
+        both = {"x": x, "y": x[:, :CLASSES].argmax(1)}
+        parts = [{name: value[half : half + ROWS] for name, value in both.items()} for half in (0, ROWS)]
+        made[shard] = [Microbatch(pinned(part), ROWS) for part in parts]
+    return made
+
+
+def trained(steps: SynchronousSteps, count: int, shards: int, first: int = 0) -> list[float]:
+    """Make some steps, and return their losses."""
+    return [
+        steps.run(step, batches(step, range(shards)), context(SoloWorld())).loss for step in range(first, first + count)
+    ]
+
+
+def sha(state: TrainState) -> str:
+    assert state.optimizer is not None
+    return state_sha256(named_state(state.module, state.optimizer, state.named))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Raise an error where the host waits for the GPU, but in `device_copies.to_host`."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is copied from the GPU at the places where the host may wait."""
+    found: list[int] = []
+    plain = device_copies.to_host
+
+    def to_host(tensor: torch.Tensor) -> torch.Tensor:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("default")
+        found.append(tensor.numel())
+        copy = plain(tensor)
+        torch.cuda.set_sync_debug_mode(mode)
+        return copy
+
+    monkeypatch.setattr(device_copies, "to_host", to_host)
+    return found
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """The settings of `reduction: exact`, for one test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def tf32_as_before() -> Iterator[None]:
+    libraries: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [library.allow_tf32 for library in libraries]
+    yield
+    for library, allowed in zip(libraries, before, strict=True):
+        library.allow_tf32 = allowed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params", "fp16"])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shards", [1, 12])
+def test_a_step_alone_makes_the_host_wait_once(reads: list[int], shards: int, exact: bool, precision: Name) -> None:
+    steps = whole_steps(state_of(shards, exact, Technique(Precision(precision, DEVICE))))
+    # The first steps measure grids, make room for the metrics, and load kernels.
+    trained(steps, 3, shards)
+    given = [batches(step, range(shards)) for step in range(3, 6)]
+    reads.clear()
+    with no_waits():
+        for step, one in enumerate(given, 3):
+            steps.run(step, one, context(SoloWorld()))
+    assert len(reads) == 3
+
+
+def test_a_wait_is_an_error_here() -> None:
+    with pytest.raises(RuntimeError, match="synchronizing"), no_waits():
+        float(torch.ones((), device=DEVICE))
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_exact_sums_are_the_same_bits_on_any_number_of_workers() -> None:
+    shards = 12
+    alone = whole_steps(state_of(shards, exact=True))
+    losses = trained(alone, 6, shards)
+    group = Group(lambda: whole_steps(state_of(shards, exact=True)), batches, shards)
+    group.train(6, random.Random(2), deaths=False)
+    assert {sha(state) for state in group.states} == {sha(alone.state)}
+    assert [group.losses[step] for step in range(6)] == losses
+
+
+@pytest.mark.parametrize("shards", [1, 12])
+def test_exact_sums_are_those_of_a_cpu(shards: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"a": 70_000, "b": 1, "c": 513}
+    given = [[torch.randn(size, generator=draw) * 10.0**shard for size in sizes.values()] for shard in range(shards)]
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        exact = ExactSum(sizes, shards, device)
+        exact.begin({"a": -30, "b": -20, "c": -25})
+        for values in given:
+            exact.add([value.to(device) for value in values])
+        found.append((exact.total.cpu().numpy().tobytes(), exact.magnitudes.values(), exact.read()))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "bf16-params", "fp16"])
+@pytest.mark.usefixtures("tf32_as_before")
+def test_every_precision_learns(precision: Name) -> None:
+    chosen = Precision(precision, DEVICE)
+    chosen.set_up()
+    losses = trained(whole_steps(state_of(2, technique=Technique(chosen))), 60, 2)
+    assert sum(losses[-5:]) < 0.7 * sum(losses[:5])
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_layers_that_are_computed_again_give_the_same_bits() -> None:
+    def hash_of(recompute: Recompute) -> str:
+        technique = Technique(Precision("bf16", DEVICE), recompute=recompute)
+        steps = whole_steps(state_of(2, exact=True, technique=technique))
+        trained(steps, 4, 2)
+        return sha(steps.state)
+
+    assert hash_of("full") == hash_of("none")
+    assert hash_of("selective") == hash_of("none")
+
+
+def test_compiled_layers_learn_as_others_do() -> None:
+    plain, compiled = (
+        trained(whole_steps(state_of(2, technique=Technique(Precision("bf16", DEVICE), compiled=one))), 30, 2)
+        for one in (False, True)
+    )
+    # Dropout draws other numbers.
+    assert sum(compiled[-5:]) == pytest.approx(sum(plain[-5:]), rel=0.2)
+
+
+def test_compiled_layers_make_the_host_wait_once(reads: list[int]) -> None:
+    steps = whole_steps(state_of(2, technique=Technique(Precision("bf16", DEVICE), compiled=True)))
+    trained(steps, 4, 2)
+    given = batches(4, range(2))
+    reads.clear()
+    with no_waits():
+        steps.run(4, given, context(SoloWorld()))
+    assert len(reads) == 1
+
+
+def test_a_copy_of_the_state_holds_nobody_up_and_is_the_state_between_the_steps() -> None:
+    steps, memory = whole_steps(state_of(1)), HostMemory()
+    state = steps.state
+    trained(steps, 2, 1)
+    memory.snapshot(1, state.holding())
+    memory.wait()
+    before = state.snapshot()
+    given = batches(2, range(1))
+    torch.cuda.synchronize()
+    # The copies wait for the GPU, which is busy; the host does not.
+    torch.cuda._sleep(BUSY)
+    start = time.perf_counter()
+    copied = memory.snapshot(1, state.holding())
+    assert time.perf_counter() - start < 0.05
+    steps.run(2, given, context(SoloWorld()))
+    memory.wait()
+    assert {name: data.tobytes() for name, (_, _, data) in copied.tensors.items()} == {
+        name: data.tobytes() for name, (_, _, data) in before.tensors.items()
+    }
+    after = state.snapshot()
+    assert any(after.tensors[name][2].tobytes() != data.tobytes() for name, (_, _, data) in before.tensors.items())
+
+
+def test_pinned_batches_arrive_beside_the_computation() -> None:
+    copies = BatchCopies(DEVICE)
+    given = pinned({"x": torch.arange(1 << 20), "y": [torch.ones(3)]})
+    with no_waits():
+        torch.cuda._sleep(BUSY)
+        found = copies(given)
+        doubled = found["x"] * 2
+    assert torch.equal(doubled.cpu(), 2 * torch.arange(1 << 20))
+    assert found["y"][0].device == DEVICE
+
+
+def test_times_are_those_of_the_gpu() -> None:
+    mark = marks(DEVICE)
+    torch.cuda._sleep(1000)
+    torch.cuda.synchronize()
+    begin, start = mark(), time.perf_counter()
+    torch.cuda._sleep(BUSY)
+    end = mark()
+    requested_s = time.perf_counter() - start
+    torch.cuda.synchronize()
+    assert requested_s < begin.seconds_to(end) < 10
+
+
+def test_norms_of_a_gpu_are_those_of_a_cpu() -> None:
+    draw = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(size, generator=draw) * 1e20 for size in (1, 70_000, 33)]
+    tensors += [torch.randn(9, generator=draw, dtype=torch.float64), torch.zeros(0), torch.tensor([float("nan")])]
+    of_cpu, of_gpu = Norms(tensors).squares(), Norms([one.to(DEVICE) for one in tensors]).squares()
+    assert of_gpu == pytest.approx(of_cpu, rel=1e-12, nan_ok=True)
+
+
+def test_a_state_moves_between_a_gpu_and_a_newcomer() -> None:
+    donor, newcomer = (whole_steps(state_of(2)) for _ in range(2))
+    trained(donor, 3, 2)
+    newcomer.state.adopt(donor.state.snapshot())
+    assert sha(newcomer.state) == sha(donor.state)
+    assert trained(newcomer, 1, 2, first=3) == pytest.approx(trained(donor, 1, 2, first=3), rel=1e-5)
