@@ -1,0 +1,183 @@
+"""A group whose members hold some rows each goes on with them after a loss, and restores the rest at a boundary."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.group import Limits, Phase
+from raytrain_plus.membership.machine import begin, step
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.owners import shortage
+from raytrain_plus.membership.pieces import Piece, Pieces, union
+from raytrain_plus.membership.sizes import SizeTable
+
+ROWS, ROW_BYTES = Pieces.of([Piece("optim/w", 0, 120)]), {"optim/w": 4}
+WHOLE = Stage()
+
+
+class Workers:
+    """Workers that answer as real ones do, and the group that the machine makes of them."""
+
+    def __init__(self, count: int, minimum: int = 1, durable: int = -1, spares: int = 0) -> None:
+        sizes = SizeTable(minimum, count, 12)
+        limits = Limits(sizes=sizes, spares=spares, steps=100, max_failures=None, expected=count + spares, holders=2)
+        self.group, self.commands = begin(limits, durable)
+        self.names = [f"worker-{number}" for number in range(count + spares)]
+        self.feed(e.Fitted((1,), {}, ROWS, ROW_BYTES))
+
+    def feed(self, *events: e.Event) -> list[e.Command]:
+        """Feed events; return the commands that follow."""
+        self.commands = []
+        for event in events:
+            self.group, commands = step(self.group, event)
+            self.commands += commands
+        return self.commands
+
+    def start(self) -> e.Join:
+        """Form the first group."""
+        for name in self.names:
+            self.feed(e.Up(name, node=f"node of {name}"))
+        for name in self.names:
+            self.feed(e.Ready(name, -1))
+        return self.join()
+
+    def join(self) -> e.Join:
+        """Return the newest command to join; its members do."""
+        [join] = [command for command in self.commands if isinstance(command, e.Join)]
+        members = [member.worker for member in join.view.members]
+        self.feed(*(e.Joined(name, join.view.generation) for name in members))
+        return join
+
+    def leave(self, join: e.Join, why: Any, holds: int, without: tuple[str, ...] = (), **changes: Any) -> None:
+        """The members of a view come back with what they were to own."""
+        for name in (name for name in join.owners if name not in without):
+            owned = join.owners[name]
+            self.feed(e.Left(name, join.view.generation, holds, why, stage=WHOLE, owned=owned, **changes))
+
+
+def pair_of(first: e.Join, *, all_left: bool) -> tuple[str, str]:
+    """Return two members without which the others have all rows, or do not."""
+    found = [
+        (one, other)
+        for one, other in itertools.combinations(first.owners, 2)
+        if (union(own for name, own in first.owners.items() if name not in (one, other)) == ROWS) == all_left
+    ]
+    return found[0]
+
+
+def missing(join: e.Join) -> Pieces:
+    return shortage(ROWS, join.owners, 2)
+
+
+def test_rows_are_divided_among_the_first_members() -> None:
+    join = Workers(4).start()
+    assert {own.size(ROW_BYTES) for own in join.owners.values()} == {240}
+    assert (join.lacks, join.incomplete, bool(missing(join))) == ({}, False, False)
+
+
+def test_after_a_loss_nothing_moves_and_the_next_boundary_restores_the_second_holders() -> None:
+    workers = Workers(4)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5), e.Lost("worker-1", "gone"))
+    workers.leave(first, "interrupted", 5, without=("worker-1",))
+    second = workers.join()
+    left = [name for name in workers.names if name != "worker-1"]
+    assert {name: second.owners[name] for name in left} == {name: first.owners[name] for name in left}
+    assert (second.lacks, second.incomplete) == ({}, False)
+    assert missing(second)
+    # Once all have joined, it is asked to stop at a boundary.
+    assert [type(command) for command in workers.commands if isinstance(command, e.Pause)] == [e.Pause]
+    workers.leave(second, "paused", 8)
+    third = workers.join()
+    assert not missing(third)
+    assert set(third.lacks.values()) == {"rows"}
+    held = union(second.owners[name] for name, _ in third.donors)
+    assert held == ROWS, "those that give have all rows together"
+    assert third.incomplete
+    assert workers.group.phase is Phase.TRAIN
+
+
+def test_a_newcomer_takes_no_rows_while_the_training_stands_still() -> None:
+    workers = Workers(4, spares=1)
+    first = workers.start()
+    [spare] = set(workers.names) - set(first.owners)
+    # It has made a warm-up step since.
+    workers.feed(e.Ready(spare, None), e.Committed(0, 5), e.Lost("worker-1", "gone"))
+    workers.leave(first, "interrupted", 5, without=("worker-1",))
+    second = workers.join()
+    assert second.lacks == {spare: "newer"}
+    assert second.owners[spare] == Pieces()
+    assert second.incomplete, "it may lack weights that others have changed"
+
+
+def test_a_member_without_all_weights_makes_all_send_theirs_again() -> None:
+    workers = Workers(4)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5), e.Lost("worker-1", "gone"))
+    workers.leave(first, "interrupted", 5, without=("worker-1",), complete=False)
+    assert workers.join().incomplete
+
+
+def test_if_both_holders_of_a_row_are_lost_the_checkpoint_is_read_in_parts() -> None:
+    workers = Workers(4, minimum=2)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5), e.Saved(3))
+    lost = pair_of(first, all_left=False)
+    workers.feed(*(e.Lost(name, "gone") for name in lost))
+    for name in (name for name in first.owners if name not in lost):
+        owned = first.owners[name]
+        workers.feed(e.Left(name, 0, 5, "interrupted", stage=WHOLE, owned=owned))
+    reads = [command for command in workers.commands if isinstance(command, e.Restore)]
+    assert {command.step for command in reads} == {3}
+    assert union(command.owned or Pieces() for command in reads) == ROWS
+    assert sum((command.owned or Pieces()).size(ROW_BYTES) for command in reads) == ROWS.size(ROW_BYTES)
+    assert {(command.owned or Pieces()).size(ROW_BYTES) for command in reads} == {240}, "each reads half"
+    for command in reads:
+        workers.feed(e.Ready(command.worker, 3, WHOLE, command.owned))
+    again = workers.join()
+    assert again.first_step == 4
+    assert not missing(again)
+
+
+def test_two_losses_that_leave_a_holder_of_each_row_cost_no_step() -> None:
+    workers = Workers(4)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5))
+    lost = pair_of(first, all_left=True)
+    workers.feed(*(e.Lost(name, "gone") for name in lost))
+    workers.leave(first, "interrupted", 5, without=lost)
+    assert workers.join().first_step == 6
+
+
+def test_a_resumed_run_reads_each_row_once_though_its_workers_come_one_by_one() -> None:
+    workers = Workers(3, minimum=3, durable=7)
+    reads: list[e.Restore] = []
+    for name in workers.names:
+        workers.feed(e.Up(name, node=name))
+    for name in workers.names:
+        reads += [command for command in workers.feed(e.Ready(name, -1)) if isinstance(command, e.Restore)]
+    assert [command.worker for command in reads] == workers.names
+    assert union(command.owned or Pieces() for command in reads) == ROWS
+    assert {(command.owned or Pieces()).size(ROW_BYTES) for command in reads} == {160}
+    for command in reads:
+        workers.feed(e.Ready(command.worker, 7, WHOLE, command.owned))
+    join = workers.join()
+    assert join.first_step == 8
+    assert not missing(join)
+
+
+def test_a_reader_that_is_lost_is_replaced_by_one_that_has_read() -> None:
+    workers = Workers(2, minimum=1, durable=7)
+    workers.group = replace(workers.group, limits=replace(workers.group.limits, sizes=SizeTable(2, 2, 12)))
+    for name in workers.names:
+        workers.feed(e.Up(name, node=name))
+    first = [command for command in workers.feed(e.Ready("worker-0", -1)) if isinstance(command, e.Restore)]
+    second = [command for command in workers.feed(e.Ready("worker-1", -1)) if isinstance(command, e.Restore)]
+    workers.group = replace(workers.group, limits=replace(workers.group.limits, sizes=SizeTable(1, 2, 12)))
+    workers.feed(e.Ready("worker-0", 7, WHOLE, first[0].owned))
+    commands = workers.feed(e.Lost(second[0].worker, "gone"))
+    [again] = [command for command in commands if isinstance(command, e.Restore)]
+    assert (again.worker, again.owned) == ("worker-0", ROWS)
