@@ -37,7 +37,7 @@ from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
-from raytrain_plus.parallel.sizing import many_passes, size_table, unused_workers
+from raytrain_plus.parallel.sizing import many_passes, sharded_lines, size_table, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import place_of
 from raytrain_plus.storage.size_text import size_text
@@ -120,6 +120,8 @@ class Report:
     """Why GPUs are used badly; empty if they are not."""
     kept: bool = False
     """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
+    sharded: tuple[str, ...] = ()
+    """What each worker holds of the optimizer's state, and which losses cost steps, if that state is sharded."""
 
     @property
     def most_stages(self) -> int:
@@ -156,6 +158,7 @@ class Report:
                 self.most_stages > 1
             )
             said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
+        said += [f"  {line}" for line in self.sharded]
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
         if self.many_passes:
@@ -269,10 +272,11 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     table = size_table(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(table), unused_workers(table)
     passes = many_passes(job, max(size.replicas for size in sizes))
+    sharded = sharded_lines(job.parallel, [size.workers for size in sizes])
     if trying is not None:
         trying.data()
     elif not all(_is_made(job, path) for path in training_paths(job).values()):
-        return Report(job.name, sizes, None, None, None, None, unformed, many_passes=passes)
+        return Report(job.name, sizes, None, None, None, None, unformed, many_passes=passes, sharded=sharded)
     seen = training_data(job, search)
     check_enough(seen, job.data.shards)
     files = seen.places
@@ -304,6 +308,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         mix=mixed_sources(job, seen),
         many_passes=passes,
         kept=keeps_rows(job, seen),
+        sharded=sharded,
     )
 
 

@@ -36,8 +36,8 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "interleaved": {"parallel": Parallel(pipeline=2, schedule="interleaved")},
     "zero-bubble": {"parallel": Parallel(pipeline=2, schedule="zero-bubble")},
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
-    "sharded": {"parallel": Parallel(sharded="optimizer")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
+    "sharded": {"parallel": Parallel(sharded="optimizer")},
 }
 
 

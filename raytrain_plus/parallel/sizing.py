@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.job.settings import Job
+from raytrain_plus.job.settings import Job, Parallel
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, first_layers_fault, schedule_fault
 
@@ -63,6 +63,35 @@ def many_passes(job: Job, replicas: int) -> str:
         f"step a GPU makes {each} small passes, of {rows:,} rows, one after the other, which leaves it partly "
         f"idle{remedy}"
     )
+
+
+def sharded_lines(parallel: Parallel, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Return what each worker holds of a sharded optimizer's state, and which losses cost steps; empty if it is not.
+
+    >>> for line in sharded_lines(Parallel(sharded="optimizer"), [1, 2, 8]):
+    ...     print(line)
+    optimizer's state: all of it on each of 1 or 2 workers, 25 % on each of 8
+    any one worker can be lost without a step; if both holders of a row are lost at once, the newest checkpoint is used
+    """
+    if parallel.sharded == "none":
+        return ()
+    holders = parallel.holders
+    whole = [workers for workers in sizes if workers <= holders]
+    parts = [f"all of it on each of {' or '.join(map(str, whole))} worker{'s' * (whole[-1] > 1)}"] if whole else []
+    shares = sorted({workers for workers in sizes if workers > holders})
+    # The smallest and the largest tell enough.
+    parts += [
+        f"{100 * holders / workers:.0f} % on each of {workers}" for workers in sorted({*shares[:1], *shares[-1:]})
+    ]
+    if holders == 1:
+        losses = "each row has one holder: after the loss of any worker, the run goes back to its newest checkpoint"
+    else:
+        several = "both holders" if holders == 2 else f"all {holders} holders"
+        count = "any one worker" if holders == 2 else f"any {holders - 1} workers"
+        losses = (
+            f"{count} can be lost without a step; if {several} of a row are lost at once, the newest checkpoint is used"
+        )
+    return f"optimizer's state: {', '.join(parts)}", losses
 
 
 def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:

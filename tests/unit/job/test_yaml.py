@@ -108,6 +108,18 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "storage: ftp://KEY:SECRET@host\n", [], "storage: unsupported address 'ftp://...'"),
         (GOOD + "args: !!python/object:os.system x\n", [], "args: the tag tag:yaml.org,2002:python/object:os.system"),
         (GOOD + PIPEDREAM, ["parallel.pipeline=1"], "the pipedream schedule needs at least two stages"),
+        (
+            GOOD,
+            ["workers.min=2", "parallel.sharded=optimizer", "parallel.holders=3"],
+            "3 holders of each row, but there are",
+        ),
+        (GOOD, ["parallel.sharded=optimizer"], "the state of one worker is not sharded"),
+        (GOOD, ["parallel.holders=0"], "0 is out of range"),
+        (
+            GOOD,
+            ["workers.min=4", "parallel.pipeline=2", "parallel.sharded=optimizer"],
+            "the state of a model in 2 stages is not sharded",
+        ),
         (GOOD + PIPEDREAM, ["reduction=exact"], "pipedream does not support reduction: exact"),
         (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm, which needs the gradients of all stages at the same step"),
         (GOOD + PIPEDREAM, ["elastic.on_nonfinite=skip"], "pipedream does not support on_nonfinite: skip"),

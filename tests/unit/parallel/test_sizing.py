@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Data, Job, Parallel, Workers
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.parallel.sizing import many_passes, most_workers, size_table, unused_workers
+from raytrain_plus.parallel import sizing
+from raytrain_plus.parallel.sizing import many_passes, most_workers, sharded_lines, size_table, unused_workers
 
 
 def job(minimum: int, maximum: int, *, shards: int = 4, **parallel: Any) -> Job:
@@ -132,3 +134,15 @@ def test_many_more_shards_than_replicas_on_gpus_are_named() -> None:
     # 5 does not divide the rows, and 6 does.
     assert told(5, microbatches=2).endswith("with data.shards = 6 a pass has 8 rows")
     assert "1 model replica: in each step a GPU makes 24 small passes, of 4 rows" in told(1, microbatches=2)
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(sizing).failed == 0
+
+
+def test_a_single_holder_is_said_to_cost_steps() -> None:
+    _, losses = sharded_lines(Parallel(sharded="optimizer", holders=1), [2, 4])
+    assert losses.endswith("after the loss of any worker, the run goes back to its newest checkpoint")
+    state, _ = sharded_lines(Parallel(sharded="optimizer", holders=3), [2, 3, 4, 12])
+    assert state == "optimizer's state: all of it on each of 2 or 3 workers, 75 % on each of 4, 25 % on each of 12"
+    assert sharded_lines(Parallel(), [2, 4]) == ()

@@ -1,0 +1,201 @@
+"""What `parallel.sharded` costs a step and saves in memory, beside DDP with torch's ZeroRedundancyOptimizer.
+
+python -m tests.benchmarks.sharded [--workers 4] [--rounds 9]
+
+All contestants make the same passes of one model in the same processes, in turn, on Gloo. Bytes are those of the
+tensors in the optimizers' states.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.byte_gpt import CONTEXT, ByteGPT
+from raytrain_plus.collective.rendezvous import RendezvousServer
+from raytrain_plus.collective.torch_world import TorchWorld
+from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.job.task_loader import build_task
+from raytrain_plus.membership.owners import balanced
+from raytrain_plus.task import RunFacts
+from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.division import divide
+from raytrain_plus.training.model import build_model
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
+from tests.benchmarks.loop import credentials_for, formation
+
+ROWS = 2
+"""Rows of a worker in a step."""
+WARM_UP = 2
+LIMIT_S = 1500
+CPU = torch.device("cpu")
+ARGS = {"width": 512, "depth": 8, "heads": 8, "dropout": 0.0}
+Step = Callable[[int], None]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--ports", type=int, nargs=2)
+    given = parser.parse_args()
+    if given.rank is not None:
+        member(given.rank, given.workers, given.rounds, *given.ports)
+        return
+    server = RendezvousServer("127.0.0.1", given.workers, {"127.0.0.1"})
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "tests.benchmarks.sharded", "--workers", str(given.workers)]
+    command += ["--rounds", str(given.rounds), "--ports", str(server.start()), str(store.port)]
+    ranks = [
+        subprocess.Popen([*command, "--rank", str(rank)], env=credentials_for(server, rank))
+        for rank in range(given.workers)
+    ]
+    try:
+        codes = [one.wait(LIMIT_S) for one in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+        server.close()
+    sys.exit(max(codes))
+
+
+def member(rank: int, size: int, rounds: int, port: int, store_port: int) -> None:
+    """Take part as one rank; rank 0 prints the table."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    world = TorchWorld(formation(rank, size, port))
+    held: dict[str, Callable[[], int]] = {}
+    steps: dict[str, Step] = {}
+    for name, holders in (("none", 0), ("optimizer, holders: 1", 1), ("optimizer, holders: 2", 2)):
+        made = ours(holders, rank, size)
+        steps[name] = stepping(made, world, rank)
+        held[name] = lambda made=made: optimizer_bytes(made.state.optimizer)  # type: ignore[misc]
+    for name in ("DDP", "DDP, ZeroRedundancyOptimizer"):
+        steps[name], optimizer = theirs(zero="Zero" in name, rank=rank)
+        held[name] = lambda optimizer=optimizer: optimizer_bytes(getattr(optimizer, "optim", optimizer))  # type: ignore[misc]
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    barriers = []
+    for number in range(WARM_UP + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step(number)
+            dist.barrier()
+            seconds[name].append(time.perf_counter() - start)
+        start = time.perf_counter()
+        StepContext(world=world, control=begun(), wait_s=60).reduce(torch.zeros(1), "barrier", "a barrier")
+        barriers.append(time.perf_counter() - start)
+    found = [None] * size
+    dist.all_gather_object(found, {name: count() for name, count in held.items()})
+    if rank == 0:
+        report(seconds, found, barriers, size)
+    world.close()
+    dist.destroy_process_group()
+
+
+def report(seconds: dict[str, list[float]], held: list[Any], barriers: list[float], size: int) -> None:
+    parameters = sum(value.numel() for value in build_model(task(), 3, CPU).module.parameters())
+    medians = {name: statistics.median(taken[WARM_UP:]) for name, taken in seconds.items()}
+    print(f"{parameters / 1e6:.1f} M parameters, {size} workers; one number over all workers: "
+          f"{statistics.median(barriers) * 1e3:.1f} ms")  # fmt: skip
+    print("| | ms a step | beside none | optimizer MB a worker, largest | bytes a parameter |")
+    print("|---|---|---|---|---|")
+    for name, median in medians.items():
+        largest = max(one[name] for one in held)
+        print(
+            f"| {name} | {median * 1e3:.0f} | {median / medians['none']:.2f} "
+            f"| {largest / 1e6:.1f} | {largest / parameters:.2f} |",
+            flush=True,
+        )
+
+
+def task() -> ByteGPT:
+    made = build_task(ByteGPT, ARGS, RunFacts(total_steps=10_000, batch_size=ROWS))
+    assert isinstance(made, ByteGPT)
+    return made
+
+
+def begun() -> Control:
+    control = Control()
+    control.begin(0)
+    return control
+
+
+def ours(holders: int, rank: int, size: int) -> SynchronousSteps:
+    """Return the platform's steps, with so many holders of each row; 0: not sharded."""
+    made = task()
+    built = build_model(made, 3, CPU)
+    named = list(built.module.named_parameters())
+    division = divide(made, named) if holders else None
+    state = TrainState(made, [built], seed=3, shards=size, clip_norm=1.0, device=CPU, division=division)
+    if holders:
+        names = [f"worker-{number}" for number in range(size)]
+        trained = state.trained
+        owners = balanced(trained.rows, trained.row_bytes, names, holders, dict.fromkeys(names, ""), {})
+        state.own(owners[names[rank]])
+        state.share_rows(list(owners.values()))
+    return whole_steps(state)
+
+
+def stepping(steps: SynchronousSteps, world: TorchWorld, rank: int) -> Step:
+    context = StepContext(world=world, control=begun(), wait_s=60)
+
+    def step(number: int) -> None:
+        batch = batch_of(number, rank)
+        steps.run(number, {rank: [Microbatch(batch, ROWS, start=number * ROWS, ids=number)]}, context)
+        steps.complete(context)
+
+    return step
+
+
+def theirs(*, zero: bool, rank: int) -> tuple[Step, torch.optim.Optimizer]:
+    made = task()
+    model = build_model(made, 3, CPU).module
+    parallel = DistributedDataParallel(model)
+    optimizer: torch.optim.Optimizer
+    if zero:
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=torch.optim.AdamW, lr=2e-3, betas=(0.9, 0.95)
+        )
+    else:
+        optimizer = made.optimizer(list(model.named_parameters()))
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss: Any = made.loss(parallel, batch_of(number, rank))
+        loss = loss["loss"] if isinstance(loss, dict) else loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        loss.item()
+
+    return step, optimizer
+
+
+def batch_of(number: int, rank: int) -> Any:
+    draw = torch.Generator().manual_seed(1000 * number + rank)
+    return {"bytes": torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=draw)}
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    states = () if optimizer is None else optimizer.state.values()
+    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+
+
+if __name__ == "__main__":
+    main()
