@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, attach
+from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Parallel, Workers, attach
 from tests.integration.elastic import Run, ended, job
 from tests.integration.tasks import write_data
 
@@ -71,3 +71,45 @@ def test_a_rescaled_run_that_is_stopped_resumes_at_any_size_with_the_same_bits(t
         again = replace(run.job, name=f"again-{size}", workers=Workers(min=size, max=max(2, size)))
         shutil.copytree(run.folder, run.folder.parent / again.name)
         assert ended(Run(again, fresh=False))[0] == expected[0]
+
+
+@pytest.mark.slow
+def test_if_all_holders_of_rows_are_lost_the_newest_checkpoint_is_used(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"steps": 200, "args": {"pad_s": 0.02}}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
+    run = Run(exact(tmp_path, "lost", workers=Workers(min=2, max=4), checkpoint=Checkpoint(every_steps=10), **settings))
+    members = run.until_size(4)
+    run.until_step(run.until_told("checkpoint_saved", 2)["step"] + 4)
+    for member in members[1:]:
+        run.kill(member)
+    resumed = run.until_told("resumed")
+    assert resumed["step"] % 10 == 9, "the newest checkpoint"
+    assert ended(run)[0] == expected[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{"precision": "bf16-params", "ema": Ema(decay=0.9)}, {"precision": "fp16"}])
+def test_many_deaths_rescales_and_a_resume_change_no_bit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Also with masters and averages, which are divided with the rest."""
+    write_data(tmp_path / "data", rows=517)
+    settings = {"steps": 300, "args": {"pad_s": 0.02}, **settings}
+    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=4), **settings))
+    run.until_size(4)
+    for number in range(3):
+        run.until_step(run.committed() + 8)
+        run.kill(run.members()[number])
+        run.until_told("recovered", number + 1)
+        run.until_size(4)
+    handle = attach(run.folder)
+    handle.rescale(max=3)
+    run.until_size(3)
+    run.until_step(run.committed() + 5)
+    handle.stop()
+    assert run.finish().status == "stopped"
+    assert run.events("resumed") == [], "no step was lost"
+    again = Run(replace(run.job, workers=Workers(min=1), parallel=Parallel()), fresh=False)
+    assert ended(again)[0] == expected[0]
+    file = (tmp_path / "runs" / "killed" / "model.safetensors").read_bytes()
+    assert file == (tmp_path / "runs" / "one" / "model.safetensors").read_bytes()
