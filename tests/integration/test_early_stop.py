@@ -133,7 +133,7 @@ def test_a_worker_that_dies_as_it_reads_the_best_state_at_the_end_changes_nothin
 ) -> None:
     parallel = Parallel(pipeline=stages, microbatches=1)
     # Nothing else in this run reads a state.
-    one = Run(early(tmp_path, workers=Workers(min=stages), parallel=parallel, args={"fault": "adopt:kill:1"}))
+    one = Run(early(tmp_path, workers=Workers(min=stages), parallel=parallel, args={"fault": "adopt:kill"}))
     check_as(calm, one)
     assert [file.read_text() for file in tmp_path.glob("reached-*")] == ["adopt\n"]
     assert len(one.events("worker_lost")) == 1
