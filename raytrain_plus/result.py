@@ -49,6 +49,8 @@ _IF_THERE = {
     "saved_step": has.maybe(has.whole(0)),
     "unsaved": has.maybe(has.text),
     "stopped_early": has.maybe(has.text),
+    "model_step": has.maybe(has.whole(-1)),
+    "model_metrics": has.table_of(has.number_or_nonfinite),
     "profile": has.maybe(has.table_of(has.anything)),
 }
 """Shapes of the fields that earlier versions did not write."""
@@ -75,7 +77,8 @@ class Result:
     samples: int
     """Number of rows in the committed steps."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the last evaluation, and `train_loss`, the loss of the last committed step."""
+    """Metrics of the last evaluation, and `train_loss`, the loss of the last committed step. With `early_stop` the
+    exported model is an earlier state: its metrics are `model_metrics`."""
     state_sha256: str | None = None
     """SHA-256 hash of parameters, persistent buffers and optimizer state at the end; None if unknown."""
     recoveries: int = 0
@@ -117,13 +120,19 @@ class Result:
     """Why the state that a stopped run ended with was not saved; None if it was, and for other runs."""
     stopped_early: str | None = None
     """Why a finished run ended before its last step, such as `loss has not improved since step 30` (`early_stop`); None
-    for other runs. The model is then the best one."""
+    for other runs. The model is then the best one: see `model_step`."""
+    model_step: int | None = None
+    """The step after which the exported model was taken, counted from 0 like `step` in events and checkpoints: the
+    last one, or with `early_stop` that of the best evaluation. -1: the untrained model; None: no model was exported."""
+    model_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the evaluation of the exported model; empty if that state was not evaluated."""
     profile: Mapping[str, Any] | None = None
     """Where the time of profiled steps went, as in `profile/summary.json`; None if this process profiled none."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values."""
-        return {**asdict(self), "path": str(self.path), "metrics": dict(self.metrics)}
+        tables = {"metrics": dict(self.metrics), "model_metrics": dict(self.model_metrics)}
+        return {**asdict(self), "path": str(self.path), **tables}
 
     def save(self, run: Folder) -> None:
         """Write `result.json` into the run's folder, whole or not at all."""
@@ -146,11 +155,14 @@ class Result:
             what = f"not a valid result for this version: {wrong}"
             raise InputError(what, where=f"{run.where}/{RESULT}", remedy=_REMEDY)
         # NaN and infinities are saved as text.
-        metrics = {name: float(value) for name, value in values.get("metrics", {}).items()}
+        tables = {
+            table: {name: float(value) for name, value in values.get(table, {}).items()}
+            for table in ("metrics", "model_metrics")
+        }
         error = values.get("error")
         if error is not None and not isinstance(error, str):
             error = str(InputError(error["what"], where=error["where"], remedy=error["remedy"]))
-        return cls(**{**values, "path": run.path or run.address, "metrics": metrics, "error": error})
+        return cls(**{**values, **tables, "path": run.path or run.address, "error": error})
 
 
 def saved_text(result: Result) -> str | None:

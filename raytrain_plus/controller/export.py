@@ -301,7 +301,7 @@ class ModelHandOver:
 
     def _showed(self, leads: tuple[Donor, ...], step: int, sha: str, show: str | None) -> None:
         if self._provide(leads, step):
-            self.export = Export(show=show, state_sha256=sha)
+            self.export = Export(step=step, show=show, state_sha256=sha)
             self._handed(leads)
 
     def _not_shown(self, leads: tuple[Donor, ...], step: int, error: RaytrainError) -> None:

@@ -429,6 +429,8 @@ class Journal:
         )
         profile = self._profile.to_json(self.committed)
         result = replace(result, **saved, stopped_early=stopped_early, profile=profile)
+        if export is not None:
+            result = replace(result, model_step=export.step, model_metrics=self.metrics(export.step))
         run, told, parts = self._run, self._log, self._parts
         if told is None or parts is None:
             return result

@@ -12,7 +12,7 @@ from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Machin
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.replication import Replication
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job.settings import KeepBest
+from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, members_in
 from raytrain_plus.membership.hang_detection import Pulses
@@ -57,7 +57,7 @@ class Members:
         checkpoints: Checkpoints,
         replication: Replication,
         clock: Clock,
-        keep_best: KeepBest | None,
+        keep_best: EarlyStop | KeepBest | None,
     ) -> None:
         self._loop = loop
         self._machine = machine

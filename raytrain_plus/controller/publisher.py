@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_plus.errors import RunError, StorageError
-from raytrain_plus.job.settings import KeepBest
+from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.state.checkpoint import commit, discard, find_checkpoint_fault, sweep
 from raytrain_plus.state.manifest import Manifest, kept, manifest_bytes, newness, void
 from raytrain_plus.storage.interface import Folder
@@ -39,7 +39,7 @@ class Publisher:
         run: Folder,
         complete: Sequence[Manifest],
         keep: int,
-        keep_best: KeepBest | None,
+        keep_best: EarlyStop | KeepBest | None,
         settle: Callable[[], None],
         done: Callable[[Published], None],
         ours: Callable[[], None] = lambda: None,

@@ -476,11 +476,9 @@ class Job:
             raise JobError(problems)
 
     @property
-    def best(self) -> KeepBest | None:
-        """Which metric decides the best checkpoint, if one is to be kept: `checkpoint.keep_best`, or `early_stop`."""
-        if self.early_stop is None:
-            return self.checkpoint.keep_best
-        return KeepBest(metric=self.early_stop.metric, mode=self.early_stop.mode)
+    def best(self) -> EarlyStop | KeepBest | None:
+        """The setting whose metric decides the best checkpoint: `early_stop`, else `checkpoint.keep_best`."""
+        return self.early_stop or self.checkpoint.keep_best
 
     def to_yaml(self) -> str:
         """Return the job as YAML with every setting spelled out, which loads back as an equal job.

@@ -307,6 +307,9 @@ def wants_change(group: Group) -> bool:
         return False
     if any(group.workers[name].leaving for name in members_in(group)):
         return True
+    if len(group.seats) > group.limits.sizes.useful:
+        # A rescale made some of the members spares.
+        return True
     # Wait for workers that still prepare, so that all join in one change.
     return (shape.size > len(group.seats) or unprotected(group)) and not preparing(group)
 

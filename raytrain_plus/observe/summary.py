@@ -17,11 +17,11 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     of a failed run is not included: a view shows it where errors belong.
     """
     if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
-        lines = [_already_finished(result), *_held_out(result, None)]
+        lines = [_already_finished(result), *_held_out(result, None), *_model(result)]
     else:
-        lines = [*_head(result), *_held_out(result, progress), *_time(result, progress)]
+        lines = [*_head(result), *_held_out(result, progress), *_model(result), *_time(result, progress)]
     if result.stopped_early is not None:
-        lines.insert(1, f"  stopped early: {result.stopped_early}; the model is the best one")
+        lines.insert(1, f"  stopped early: {result.stopped_early}")
     if result.show and result.show.strip():
         said = result.show.rstrip().splitlines()
         lines += ["", "  the model says:", *(f"    {line}".rstrip() for line in said), ""]
@@ -88,6 +88,16 @@ def _held_out(result: Result, progress: RunProgress | None) -> list[str]:
             line += f"{float(value):.4f} {after_step(last_step)}"
         lines.append(line)
     return lines
+
+
+def _model(result: Result) -> list[str]:
+    """Return which state the model is, if a run that chooses the best one has ended."""
+    if result.model_step is None:
+        return []
+    if result.model_step + 1 < result.steps:
+        metrics = metrics_text(result.model_metrics)
+        return [f"  best     the model is the state {after_step(result.model_step)}: {metrics}"]
+    return ["  best     no better state was saved: the model is the last one"] * (result.stopped_early is not None)
 
 
 def _time(result: Result, progress: RunProgress | None) -> list[str]:

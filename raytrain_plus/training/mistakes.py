@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job.settings import KeepBest
+from raytrain_plus.job.settings import EarlyStop, KeepBest
 
 Described = Mapping[str, str]
 """The values of a batch: name -> type and shape, such as `float32 (8, 64)`."""
@@ -31,14 +31,14 @@ NO_MEMORY = Advice(
 """The advice if memory ran out."""
 
 
-def check_best(best: KeepBest | None, metrics: Mapping[str, float]) -> None:
+def check_best(best: EarlyStop | KeepBest | None, metrics: Mapping[str, float]) -> None:
     """Raise `TaskError` if `evaluate`, which returned `metrics`, does not return the one that chooses the best."""
     if best is None or best.metric in metrics:
         return
     near = difflib.get_close_matches(best.metric, metrics, 1)
     raise TaskError(
         f"evaluate returns no metric '{best.metric}'",
-        where="checkpoint.keep_best.metric or early_stop.metric",
+        where="early_stop.metric" if isinstance(best, EarlyStop) else "checkpoint.keep_best.metric",
         expected=f"one of {', '.join(metrics)}" if metrics else "a metric that evaluate returns; it returns none",
         remedy=f"did you mean '{near[0]}'?" if near else "",
     )

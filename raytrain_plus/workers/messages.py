@@ -270,6 +270,8 @@ class Written:
 class Export:
     """Information about an exported model."""
 
+    step: int
+    """The step after which it was taken."""
     show: str | None
     """The return value of `Task.show`."""
     state_sha256: str

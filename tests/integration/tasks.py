@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -649,5 +649,21 @@ class Peaks(Faulty):
         return self.made
 
     def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        applied = max((int(state["step"]) for state in self.made.state.values()), default=0)
-        return {"distance": abs(applied - 35.0)}
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        return {"distance": abs(self.applied() - 35.0), "loss": loss}
+
+    def applied(self) -> int:
+        return max((int(state["step"]) for state in self.made.state.values()), default=0)
+
+
+class Gated(Peaks):
+    """The same, which waits before each of some steps for a file `gate-STEP`."""
+
+    def __init__(self, folder: str, gates: Sequence[int]) -> None:
+        super().__init__(folder)
+        self.gates = gates
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        while self.applied() in self.gates and not (self.folder / f"gate-{self.applied()}").exists():
+            time.sleep(0.01)
+        return super().loss(model, batch)

@@ -27,6 +27,7 @@ SHORTER = {
     "-m tests.benchmarks.replacement": "--workers 4 --kills 1",
     "-m tests.benchmarks.conversion": "--gb 0.01 --rounds 1",
     "-m tests.benchmarks.images": "--images 100 --rounds 1",
+    "-m tests.benchmarks.techniques": "--rounds 1 --width 64 --depth 1",
     "-m tests.benchmarks.overlap": "--steps 6 --width 128",
     "-m tests.benchmarks.recovery --only": "",
     "-m tests.benchmarks.recovery": "--only ours --kills 1",

@@ -49,12 +49,14 @@ def test_a_saved_result_loads_equal_and_says_everything_in_json(run: Folder) -> 
 
 def test_metrics_that_are_not_finite_survive_plain_json(run: Folder) -> None:
     result = replace(result_of(Totals(), run.path or run.address), metrics={"loss": math.nan, "most": math.inf})
+    result = replace(result, model_step=-1, model_metrics={"loss": math.nan})
     result.save(run)
     read = json.loads(run.read("result.json"), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert read["metrics"] == {"loss": "nan", "most": "inf"}
     loaded = Result.load(run)
     assert loaded is not None
     assert (math.isnan(loaded.metrics["loss"]), loaded.metrics["most"]) == (True, math.inf)
+    assert (loaded.model_step, math.isnan(loaded.model_metrics["loss"])) == (-1, True)
 
 
 @pytest.mark.parametrize(

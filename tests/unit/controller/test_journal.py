@@ -136,15 +136,22 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
-    journal.report("a", [replace(step(0), metrics={"share": 0.5}), step(1)])
-    result = journal.finish("x", "finished", None, Export(show=None, state_sha256="ab"), 0.0)
+    found = [Evaluated(step=number, metrics={"loss": float(number)}) for number in range(2)]
+    journal.report("a", [replace(step(0), metrics={"share": 0.5}), found[0], step(1), found[1]])
+    result = journal.finish("x", "finished", None, Export(step=0, show=None, state_sha256="ab"), 0.0)
     journal.close()
     assert Result.load(run) == result
     steps = [event for event in read_events(run) if event["kind"] == "step_committed"]
     assert [event.get("metrics") for event in steps] == [{"share": 0.5}, None]
     assert result.path == (run.path or run.address)
+    assert (result.metrics, result.model_step, result.model_metrics) == (
+        {"loss": 1.0, "train_loss": 1.0},
+        0,
+        {"loss": 0.0},
+    )
     kinds = [event["kind"] for event in read_events(run)]
-    assert kinds == ["run_started", "waiting", "step_committed", "step_committed", "run_finished"]
+    steps_and_evaluations = ["step_committed", "evaluated"] * 2
+    assert kinds == ["run_started", "waiting", *steps_and_evaluations, "run_finished"]
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
@@ -198,7 +205,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.fails = True
-    export = Export(show=None, state_sha256="ab")
+    export = Export(step=0, show=None, state_sha256="ab")
     with pytest.raises(RunError, match="the result cannot be written"):
         journal.finish("x", "finished", None, export, 0.0)
     assert Result.load(run) is None

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -342,6 +343,7 @@ def test_a_killed_copy_continues(tmp_path: Path, away: Folder, proxy: Proxy) -> 
     try:
         while len(copies := list(tmp_path.glob("cache/.*.copy/[0-9]*.jsonl"))) < 30:
             assert process.poll() is None
+            time.sleep(0.001)
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()

@@ -29,7 +29,7 @@ from tests.unit.fuzz import folders, jobs
 from tests.unit.fuzz.again import KINDS, found
 from tests.unit.fuzz.verdict import raytrain
 
-FEW = {"jobs": 20, "parquet": 30, "folders": 5}
+FEW = {"jobs": 8, "parquet": 30, "folders": 5}
 MANY = {"jobs": 20_000, "parquet": 2_000, "folders": 1_000}
 
 

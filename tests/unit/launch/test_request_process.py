@@ -25,13 +25,12 @@ def run(tmp_path: Path) -> LocalFolder:
 
 
 def test_the_error_of_the_other_process_is_raised_with_its_fields(run: LocalFolder) -> None:
-    with pytest.raises(InputError) as caught:
-        send_apart(run, StopRequest())
-    assert (caught.value.what, caught.value.where) == ("the run is not running", run.where)
-    assert caught.value.remedy == "see how it ended: raytrain status RUN"
     with pytest.raises(RunError, match=r"gpt: the run is not running\n  fix: see how it ended") as told:
         attach(str(run.path)).stop()
-    assert isinstance(told.value.__cause__, InputError)
+    cause = told.value.__cause__
+    assert isinstance(cause, InputError)
+    assert (cause.what, cause.where) == ("the run is not running", run.where)
+    assert cause.remedy == "see how it ended: raytrain status RUN"
 
 
 def test_numbers_are_needed_to_rescale(run: LocalFolder) -> None:

@@ -392,6 +392,25 @@ def test_unmet_requests_stop_nobody_and_end_when_fewer_are_wanted() -> None:
     assert (group.phase, set(group.workers)) == (T, {"worker-0"})
 
 
+def test_a_member_becomes_a_spare_if_fewer_members_and_more_spares_are_wanted() -> None:
+    limits = Limits(sizes=SizeTable(1, 2, 2), spares=0, steps=9, max_failures=None, expected=2)
+    group, _ = begin(limits)
+    for event in (e.Ready("worker-0", -1), e.Ready("worker-1", -1), e.Committed(0, 0)):
+        group, _ = step(group, event)
+    assert (group.phase, group.seats) == (T, ("worker-0", "worker-1"))
+    group, commands = step(group, e.Rescale(1, 1, 1))
+    assert (group.phase, commands) == (P, [e.Pause(0)])
+    for name in group.seats:
+        group, commands = step(group, left(name, 0, 1, "paused"))
+    [join] = commands
+    assert isinstance(join, e.Join)
+    assert [member.worker for member in join.view.members] == ["worker-0"]
+    assert set(group.workers) == {"worker-0", "worker-1"}
+    group, _ = step(group, e.Committed(1, 2))
+    group, commands = step(group, e.Rescale(1, 2, 0))
+    assert (group.phase, commands) == (P, [e.Pause(1)])
+
+
 def test_workers_are_requested_in_numbers_that_can_be_formed() -> None:
     # 4 shards take as long on 3 replicas as on 2; and 7 workers do not make a second replica of 4 stages.
     for maximum, counts, spares, asked in ((3, (1,), 0, 2), (4, (1,), 0, 4), (7, (4,), 0, 4), (8, (4,), 1, 9)):

@@ -193,6 +193,7 @@ def test_the_next_controller_continues_where_the_last_one_was(tmp_path: Path, lo
     assert heard_steps(tmp_path) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_run_whose_task_did_not_listen_before_is_called_from_now_on(tmp_path: Path, log: EventLog) -> None:
     steps(log, 0, 1)
     again = EventLog(LocalFolder(tmp_path / "run"))
@@ -204,6 +205,7 @@ def test_a_run_whose_task_did_not_listen_before_is_called_from_now_on(tmp_path: 
     assert heard_steps(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_a_place_behind_the_end_of_the_log_repeats_nothing(tmp_path: Path, log: EventLog) -> None:
     steps(log, 0, 1)
     again = EventLog(LocalFolder(tmp_path / "run"))

@@ -89,6 +89,27 @@ def test_a_run_that_was_not_run_again_says_so() -> None:
     assert summary(result(trained_steps=0), replace(progress(), workers=2))[0].startswith("gpt finished: 300 steps")
 
 
+@pytest.mark.parametrize(
+    ("model_step", "said"),
+    [
+        (29, "  best     the model is the state after step 30: loss 1.2500"),
+        (49, "  best     no better state was saved: the model is the last one"),
+    ],
+)
+def test_a_run_that_stopped_early_says_which_state_the_model_is(model_step: int, said: str) -> None:
+    why = "loss has not improved since step 30"
+    ended = result(steps=50, stopped_early=why, model_step=model_step, model_metrics={"loss": 1.25})
+    lines = summary(ended, progress((-1, {"loss": 5.5}), (49, {"loss": 1.5})))
+    assert lines[1:4] == [f"  stopped early: {why}", "  held out loss  5.5000 untrained -> 1.5000 trained", said]
+    assert said in summary(replace(ended, trained_steps=0), progress())
+
+
+def test_a_run_that_made_all_its_steps_says_so_only_if_the_model_is_not_the_last_state() -> None:
+    told = {step: summary(result(model_step=step, model_metrics={"loss": 1.25}), progress()) for step in (29, 299)}
+    best = {step: [line for line in lines if line.startswith("  best")] for step, lines in told.items()}
+    assert best == {29: ["  best     the model is the state after step 30: loss 1.2500"], 299: []}
+
+
 def test_a_single_evaluation_claims_no_progress() -> None:
     assert summary(result(), progress((-1, {"loss": 5.5})))[1] == "  held out loss  5.5000 untrained"
 

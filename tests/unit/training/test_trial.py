@@ -15,7 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus import Checkpoint, Data, Evaluate, Job, KeepBest, Parallel, RunFacts, Task, Workers, schedules
+from raytrain_plus import (
+    Checkpoint,
+    Data,
+    EarlyStop,
+    Evaluate,
+    Job,
+    KeepBest,
+    Parallel,
+    RunFacts,
+    Task,
+    Workers,
+    schedules,
+)
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
@@ -227,12 +239,22 @@ def test_the_length_of_a_run_in_epochs_is_known(tmp_path: Path, stages: Parallel
     tried(replace(job(tmp_path, Scheduled), steps=None, epochs=2, parallel=stages))
 
 
-def test_the_metric_of_the_best_checkpoint_is_returned(tmp_path: Path, stages: Parallel) -> None:
-    wished = replace(
-        job(tmp_path), checkpoint=Checkpoint(keep_best=KeepBest(metric="acuracy", mode="max")), parallel=stages
-    )
+@pytest.mark.parametrize(
+    ("where", "chosen"),
+    [
+        (
+            "checkpoint.keep_best.metric",
+            {"checkpoint": Checkpoint(keep_best=KeepBest(metric="acuracy", mode="max"))},
+        ),
+        ("early_stop.metric", {"early_stop": EarlyStop(metric="acuracy", mode="max", patience=1)}),
+    ],
+)
+def test_the_metric_of_the_best_checkpoint_is_returned(
+    tmp_path: Path, stages: Parallel, where: str, chosen: dict[str, Any]
+) -> None:
     with pytest.raises(TaskError, match="evaluate returns no metric 'acuracy'") as caught:
-        tried(wished)
+        tried(replace(job(tmp_path), parallel=stages, **chosen))
+    assert caught.value.where == where
     assert "did you mean 'accuracy'?" in str(caught.value)
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def kill_after_a_part(words: list[str], cache: Path) -> int:
     # A part whose progress is not written is made again.
     while not any((parts.load_progress(one) or NONE).parts for one in cache.glob(".*.partial")):
         assert process.poll() is None
+        time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     [partial] = cache.glob(".*.partial")
@@ -146,9 +148,11 @@ def kill_after_a_part(words: list[str], cache: Path) -> int:
 
 @pytest.mark.timeout(60)
 def test_a_killed_conversion_continues(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", [{"id": n, "t": "x" * 500} for n in range(400_000)])
+    write_jsonl(tmp_path / "rows.jsonl", [{"id": n, "t": "x" * 500} for n in range(80_000)])
     code = (
-        "import sys; from pathlib import Path; from raytrain_plus.data.convert.conversion import converted\n"
+        "import sys; from pathlib import Path\n"
+        "from raytrain_plus.data.convert import parts; parts.GROUPS = 8\n"
+        "from raytrain_plus.data.convert.conversion import converted\n"
         "print(converted(Path(sys.argv[1]), 'jsonl', lambda read, of: None, Path(sys.argv[2])))"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "rows.jsonl"), str(tmp_path / "cache")]
@@ -156,7 +160,8 @@ def test_a_killed_conversion_continues(tmp_path: Path) -> None:
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, timeout=50)
     made = Path(done.stdout.strip())
     assert (made / "part-00000.parquet").stat().st_ino == first
-    assert pq.read_table(made, columns=["id"]).column("id").to_pylist() == list(range(400_000))
+    assert pq.read_table(made, columns=["id"]).column("id").to_pylist() == list(range(80_000))
+    assert len(list(made.glob("part-*"))) > 3
 
 
 def test_data_is_converted_once_until_it_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

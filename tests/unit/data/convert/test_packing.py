@@ -264,7 +264,7 @@ def test_an_interrupted_packing_continues_after_its_last_part(
 
 @pytest.mark.timeout(90)
 def test_a_killed_packing_continues(tmp_path: Path, saved: Path) -> None:
-    many = [f"{text} {n}" for n, text in enumerate(texts(2000) * 50)]
+    many = [f"{text} {n}" for n, text in enumerate(texts(2000) * 20)]
     pq.write_table(pa.table({"text": many}), tmp_path / "a.parquet", row_group_size=5000)
     code = (
         "import sys; from pathlib import Path\n"
