@@ -196,6 +196,7 @@ WALKS = {
                 instead={"--kills 10": "--kills 1"},
             ),
             Step("python -m tests.benchmarks.techniques --rounds 9 --width 256 --depth 6", r"compiled, is built again"),
+            Step("python -m tests.benchmarks.sharded", r"ZeroRedundancyOptimizer \| \d+"),
             Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
             Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),
             Step("python -m tests.benchmarks.replacement", r"of 4: median"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,16 +14,24 @@ from raytrain_plus.state.named import entry_of
 from raytrain_plus.state.rows import Rows, whole_name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeldRows:
     """The rows of weights that a worker changes, and how many rows each weight has; see `rows`."""
 
     owned: Sequence[Rows]
     units: Mapping[str, int]
 
-    def of(self, weight: str) -> list[Rows]:
+    @cached_property
+    def by_weight(self) -> Mapping[str, Sequence[Rows]]:
+        """Those of each weight that has any."""
+        found: dict[str, list[Rows]] = {}
+        for rows in self.owned:
+            found.setdefault(rows.weight, []).append(rows)
+        return found
+
+    def of(self, weight: str) -> Sequence[Rows]:
         """Return those of one weight."""
-        return [rows for rows in self.owned if rows.weight == weight]
+        return self.by_weight.get(weight, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ Measure = Callable[..., list[Incident]]
 
 CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "ours": ("raytrain_plus, shrinking", ours.measure, 1.0),
+    "sharded": ("raytrain_plus, sharded", partial(ours.measure, sharded=True), 1.0),
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
+    "sharded_spare": ("raytrain_plus, sharded, a spare", partial(ours.measure, sharded=True, spares=1), 1.0),
     "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
     "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
     "repartition": ("raytrain_plus, 4 stages to 3", partial(ours.measure, pipeline=4), 1.0),
@@ -60,7 +62,9 @@ def row(name: str, incidents: Sequence[Incident]) -> str:
 
 LONGEST_S = {
     "ours": {"p50": 0.35, "max": 1.5},
+    "sharded": {},
     "spare": {"p50": 0.6},
+    "sharded_spare": {},
     "stages": {"p50": 0.6},
     "stages_spare": {"p50": 0.6},
     "repartition": {"p50": 1.5},
@@ -71,6 +75,9 @@ KEPT = 97.0
 """Minimum percentage of the kills after which every survivor continues in its process."""
 SOME_STAND_BY = ("stages", "repartition", "repartition_two")
 """Cases in which the dead worker's replica dissolves until another worker has come."""
+AS_LONG_AS = {"sharded": "ours", "sharded_spare": "spare"}
+"""Cases that may stall `AS_LONG` times as long as others, by their p50."""
+AS_LONG = 1.25
 FASTER = {"torchft": 3, "ray_train": 30}
 """Minimum factors by which these stall longer than this platform, shrinking; by their p50."""
 
@@ -89,6 +96,9 @@ def verdicts(key: str, measured: Mapping[str, Sequence[Incident]]) -> list[str]:
         figures = {"p50": statistics.median(stalls(key)), "max": max(stalls(key))}
         for name, most in LONGEST_S[key].items():
             found.append(verdict(f"{name} <= {most} s", f"{figures[name]:.2f} s", figures[name] <= most))
+        if (other := AS_LONG_AS.get(key)) in measured:
+            times = figures["p50"] / max(statistics.median(stalls(str(other))), 1e-3)
+            found.append(verdict(f"p50 <= {AS_LONG} x that of {other}", f"{times:.2f}", times <= AS_LONG))
         lost = sum(one.steps_lost for one in measured[key])
         found.append(verdict("0 steps lost", str(lost), lost == 0))
         kept = 100 * statistics.mean(one.kept == 1.0 for one in measured[key])

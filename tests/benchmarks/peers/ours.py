@@ -17,6 +17,7 @@ from torch import nn
 
 from examples.byte_gpt import VOCABULARY, ByteGPT
 from raytrain_plus import Data, Elastic, Job, Parallel, Workers, run
+from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder
@@ -31,8 +32,10 @@ NAME = "ours"
 class Logged(ByteGPT):
     """The byte GPT; each worker logs the steps that it has applied."""
 
-    def __init__(self, model: str, folder: str, pipeline: int) -> None:
+    def __init__(self, model: str, folder: str, pipeline: int, sharded: bool = False) -> None:
         super().__init__(width=SIZES[model].width)
+        # Before a sharded state is built, four optimizers show how it can be divided.
+        self._probes = 4 if sharded else 0
         self._folder = Path(folder)
         self._log: Log | None = None
         # In stages the layers are measured at warm-up, the first and the last of them with the loss.
@@ -52,17 +55,27 @@ class Logged(ByteGPT):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         parameters = list(parameters)
         inner = super().optimizer(parameters)
+        self._probes -= 1
+        if self._probes >= 0:
+            return inner
 
         def applied(optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
             # A worker that makes a warm-up step is not a member: it does so at step 0, where no worker is killed.
-            self._finished(int(optimizer.state[parameters[0][1]]["step"]) - 1)
+            self._finished(int(next(iter(optimizer.state.values()))["step"]) - 1)
 
         inner.register_step_post_hook(applied)
         return inner
 
 
 def measure(
-    folder: Path, kills: int, *, model: str = "byte_gpt", spares: int = 0, pipeline: int = 1, two: bool = False
+    folder: Path,
+    kills: int,
+    *,
+    model: str = "byte_gpt",
+    spares: int = 0,
+    pipeline: int = 1,
+    two: bool = False,
+    sharded: bool = False,
 ) -> list[Incident]:
     """Kill `kills` workers, one after the other, in runs under `folder`.
 
@@ -71,7 +84,8 @@ def measure(
     """
 
     def start(made: Path) -> AbstractContextManager[object]:
-        return started(DRIVER, made, model, str(spares), str(pipeline), settings={"RAY_AUTH_MODE": "disabled"})
+        arguments = (model, str(spares), str(pipeline), "optimizer" if sharded else "none")
+        return started(DRIVER, made, *arguments, settings={"RAY_AUTH_MODE": "disabled"})
 
     if two:
         return kill_some(start, folder, kills, replaces=False, choose=every_second)
@@ -95,7 +109,7 @@ def recoveries(folder: Path) -> list[Mapping[str, Any]]:
     return [event for run in sorted(folder.glob("run-*")) for event in events(run) if event["kind"] == "recovered"]
 
 
-def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
+def drive(folder: Path, model: str, spares: int, pipeline: int, sharded: Sharded) -> None:
     """Train on its own Ray until it is ended."""
     size = SIZES[model]
     data = folder / "data"
@@ -106,11 +120,11 @@ def drive(folder: Path, model: str, spares: int, pipeline: int) -> None:
     job = Job(
         name=NAME,
         task=Logged,
-        args={"model": model, "folder": str(folder), "pipeline": pipeline},
+        args={"model": model, "folder": str(folder), "pipeline": pipeline, "sharded": sharded != "none"},
         data=Data(path=str(data), batch_size=WORKERS * size.rows, shards=WORKERS * size.rows),
         steps=1_000_000,
         workers=Workers(min=2, max=WORKERS, spares=spares),
-        parallel=Parallel(pipeline=pipeline),
+        parallel=Parallel(pipeline=pipeline, sharded=sharded),
         elastic=Elastic(stop_grace_s=3),
         storage=str(folder / "runs"),
     )
@@ -121,4 +135,5 @@ if __name__ == "__main__":
     # Under its own name: a task in `__main__` would travel by value.
     from tests.benchmarks.peers import ours
 
-    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    sharded: Sharded = "optimizer" if sys.argv[5] == "optimizer" else "none"
+    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sharded)
