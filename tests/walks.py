@@ -196,6 +196,11 @@ WALKS = {
                 instead={"--kills 10": "--kills 1"},
             ),
             Step("python -m tests.benchmarks.techniques --rounds 9 --width 256 --depth 6", r"compiled, is built again"),
+            Step(
+                "python -m tests.benchmarks.recovery --only ours,sharded,spare,sharded_spare",
+                r"sharded, a spare",
+                instead={"spare,sharded_spare": "spare,sharded_spare --kills 1"},
+            ),
             Step("python -m tests.benchmarks.sharded", r"ZeroRedundancyOptimizer \| \d+"),
             Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
             Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),

@@ -38,20 +38,19 @@ def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
 
 def test_a_loss_moves_nothing_and_its_rows_soon_have_two_holders_again(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
-    settings: dict[str, Any] = {"steps": 120, "args": {"pad_s": 0.02}}
-    expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
-    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=4), **settings))
-    members = run.until_size(4)
-    run.until_step(10)
+    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=3), steps=40, args={"pad_s": 0.02}))
+    members = run.until_size(3)
+    run.until_step(5)
     run.kill(members[1])
-    run.until_told("recovered")
-    assert ended(run) == expected
+    assert ended(run)[0] is not None
     assert run.events("resumed") == []
-    views = run.events("view_formed")
-    after = next(view for view in views if view["generation"] == run.events("recovered")[0]["generation"])
-    assert sum(member["optimizer_bytes"] for member in after["members"]) <= sum(
-        member["optimizer_bytes"] for member in views[0]["members"]
-    )
+    first, second, third, *_ = run.events("view_formed")
+    held = {member["worker"]: member["optimizer_bytes"] for member in first["members"]}
+    left = {member["worker"]: member["optimizer_bytes"] for member in second["members"]}
+    assert second["moved_bytes"] == 0
+    assert left == {name: held[name] for name in left}
+    assert sum(member["optimizer_bytes"] for member in third["members"]) == sum(held.values())
+    assert third["moved_bytes"] >= sum(held.values()) - sum(left.values())
 
 
 @pytest.mark.slow

@@ -61,7 +61,9 @@ class Logged(ByteGPT):
 
         def applied(optimizer: torch.optim.Optimizer, arguments: Any, settings: Any) -> None:
             # A worker that makes a warm-up step is not a member: it does so at step 0, where no worker is killed.
-            self._finished(int(next(iter(optimizer.state.values()))["step"]) - 1)
+            # A newcomer has no rows of a sharded state at first, and so no count.
+            if counts := [int(state["step"]) for state in optimizer.state.values()]:
+                self._finished(max(counts) - 1)
 
         inner.register_step_post_hook(applied)
         return inner
