@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.rows import parse_rows
 from raytrain_plus.task import Task
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -39,8 +40,17 @@ class Division:
 def divide(task: Task, named: Named) -> Division:
     """Return how the state of the task's optimizer can be divided among workers.
 
-    Raises `TaskError` if a weight's change depends on other weights: then it cannot be divided at all.
+    Raises `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight
+    whose name could be that of rows, or of a tensor in the optimizer's state.
     """
+    for name, _ in named:
+        if "/" in name or parse_rows(name).last is not None:
+            raise TaskError(
+                f"the parameter '{name}' has a name that a sharded state cannot have",
+                where="parallel.sharded: optimizer",
+                expected="names without a slash, and without numbers in brackets at the end",
+                remedy="rename its module, or use sharded: none",
+            )
     device = named[0][1].device if named else torch.device("cpu")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _divided(task, named)

@@ -96,3 +96,9 @@ def test_it_leaves_weights_and_random_numbers_as_they_are() -> None:
     assert torch.equal(torch.rand(3), expected)
     assert all(torch.equal(value, kept) for (_, value), kept in zip(NAMED, before, strict=True))
     assert all(value.grad is None for _, value in NAMED)
+
+
+@pytest.mark.parametrize("name", ["a/b.weight", "w[2:7]"])
+def test_a_name_that_rows_could_have_is_refused(name: str) -> None:
+    with pytest.raises(TaskError, match="has a name that a sharded state cannot have"):
+        divide(task_with(torch.optim.AdamW), [(name, nn.Parameter(torch.zeros(4)))])
