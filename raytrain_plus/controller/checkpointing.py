@@ -171,10 +171,7 @@ class Checkpoints:
         number = self._journal.base + group.generation
         self._saving.begin(step, number, list(stages))
         limits, workers = group.limits, group.workers
-        owners = {
-            name: limits.rows if (owned := workers[name].owned) is None else owned
-            for name in (stages if limits.rows else ())
-        }
+        owners = {name: limits.owned_rows(workers[name].owned) for name in (stages if limits.rows else ())}
         for name, share in zip(stages, self.shares(number, list(stages.values()), owners), strict=True):
             failed = partial(self._not_kept, name)
             self._loop.ask(name, "keep", self._host.actor, share, failed=failed)

@@ -11,8 +11,6 @@ from raytrain_plus.controller.journal import Journal
 from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.checkpoint import MISSING, find_checkpoint_fault
 from raytrain_plus.state.manifest import Manifest
@@ -49,8 +47,25 @@ class Restoring:
         """The checkpoint that a worker has read last."""
 
     def restore(self, command: e.Restore) -> None:
-        """Have a worker read a stage of the newest checkpoint."""
-        self._restore(command.worker, command.stage, command.owned)
+        """Have a worker read the newest checkpoint: a stage, and of a sharded state some rows."""
+        if command.worker not in self._loop:
+            return
+        if self._checkpoints.publishing:
+            # The one being published may be newer, and publishing may remove older ones.
+            self._loop.later(TICK_S, partial(self.restore, command))
+            return
+        manifest = self._checkpoints.newest
+        assert manifest is not None, "the machine restores nothing without a checkpoint"
+        self._loop.ask(
+            command.worker,
+            "restore",
+            manifest,
+            self._partitions.layers(command.stage),
+            command.owned,
+            then=lambda _: self._restored(command, manifest),
+            failed=partial(self._failed, command, manifest),
+            errors=(DamagedError, StorageError),
+        )
 
     def go_back_to(self, step: int, generation: int) -> None:
         """Record it if a generation continues after fewer steps than were committed, or is a controller's first."""
@@ -66,57 +81,30 @@ class Restoring:
         self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
         self._checkpoints.go_back(self._journal.generation, step)
 
-    def _restore(self, name: str, stage: Stage, owned: Pieces | None) -> None:
-        if name not in self._loop:
-            return
-        if self._checkpoints.publishing:
-            # The one being published may be newer, and publishing may remove older ones.
-            self._loop.later(TICK_S, partial(self._restore, name, stage, owned))
-            return
-        manifest = self._checkpoints.newest
-        assert manifest is not None, "the machine restores nothing without a checkpoint"
-        self._loop.ask(
-            name,
-            "restore",
-            manifest,
-            self._partitions.layers(stage),
-            owned,
-            then=lambda _: self._restored(name, stage, owned, manifest),
-            failed=partial(self._failed, name, stage, owned, manifest),
-            errors=(DamagedError, StorageError),
-        )
-
-    def _restored(self, name: str, stage: Stage, owned: Pieces | None, manifest: Manifest) -> None:
+    def _restored(self, command: e.Restore, manifest: Manifest) -> None:
         self._read = manifest
-        self._machine.feed(e.Ready(name, manifest.step, stage, owned))
+        self._machine.feed(e.Ready(command.worker, manifest.step, command.stage, command.owned))
 
-    def _failed(
-        self,
-        name: str,
-        stage: Stage,
-        owned: Pieces | None,
-        manifest: Manifest,
-        error: DamagedError | StorageError,
-    ) -> None:
+    def _failed(self, command: e.Restore, manifest: Manifest, error: DamagedError | StorageError) -> None:
         if isinstance(error, DamagedError):
-            self._damaged(name, stage, owned, manifest, error)
+            self._damaged(command, manifest, error)
         else:
-            self._later(name, stage, owned, error)
+            self._later(command, error)
 
-    def _later(self, name: str, stage: Stage, owned: Pieces | None, error: OSError) -> None:
+    def _later(self, command: e.Restore, error: OSError) -> None:
         """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
         self._journal.waits(f"the checkpoint storage: {error}")
-        self._loop.later(RESTORE_AGAIN_S, partial(self._restore, name, stage, owned))
+        self._loop.later(RESTORE_AGAIN_S, partial(self.restore, command))
 
-    def _damaged(self, name: str, stage: Stage, owned: Pieces | None, manifest: Manifest, error: DamagedError) -> None:
+    def _damaged(self, command: e.Restore, manifest: Manifest, error: DamagedError) -> None:
         try:
             hidden = error.what == MISSING and not find_checkpoint_fault(self._run, manifest)
         except OSError as failure:
-            self._later(name, stage, owned, failure)
+            self._later(command, failure)
             return
         if hidden:
             raise InputError(
-                f"{name} cannot see the checkpoint {manifest.name}, which the controller sees",
+                f"{command.worker} cannot see the checkpoint {manifest.name}, which the controller sees",
                 where=f"run folder {self._run.where}",
                 expected="a storage that all nodes share",
             ) from error
@@ -129,4 +117,4 @@ class Restoring:
             ) from error
         log.warning("%s", error)
         self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the previous checkpoint is used")
-        self._machine.feed(e.Unreadable(name, self._checkpoints.durable))
+        self._machine.feed(e.Unreadable(command.worker, self._checkpoints.durable))

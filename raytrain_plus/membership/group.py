@@ -56,6 +56,10 @@ class Limits:
         """Return what a worker has of a stage, given the rows whose optimizer's state it holds; None for all."""
         return self.pieces(stage) if owned is None else self.pieces(stage) - (self.rows - owned)
 
+    def owned_rows(self, owned: Pieces | None) -> Pieces:
+        """Return the rows whose optimizer's state a worker holds, given what is known of them; None for all."""
+        return self.rows if owned is None else owned
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:

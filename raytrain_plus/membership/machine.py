@@ -177,7 +177,7 @@ def _restore_rows(group: Group) -> Outcome:
     if group.durable < 0:
         return group, commands
     have = {
-        name: limits.rows if worker.owned is None else worker.owned
+        name: limits.owned_rows(worker.owned)
         for name, worker in workers.items()
         if worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable and worker.stage)
     }
@@ -292,11 +292,7 @@ def _owners(group: Group, seats: Sequence[str], step: int) -> Owners:
     limits, workers = group.limits, group.workers
     if not limits.rows:
         return {}
-    held = {
-        name: limits.rows if (owned := workers[name].owned) is None else owned
-        for name in seats
-        if step >= 0 and workers[name].holds == step
-    }
+    held = {name: limits.owned_rows(workers[name].owned) for name in seats if step >= 0 and workers[name].holds == step}
     if group.broken and step >= 0:
         return kept(limits.rows, limits.row_bytes, seats, held)
     nodes = {name: workers[name].node for name in seats}

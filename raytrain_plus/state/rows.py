@@ -91,13 +91,21 @@ def whole_name(tensor: str) -> tuple[str, Rows | None]:
     >>> whole_name("optim/w[3:7]/exp_avg"), whole_name("buffer/mean")
     (('optim/w/exp_avg', Rows(weight='w', first=3, last=7)), ('buffer/mean', None))
     """
-    found = _TENSOR.fullmatch(tensor)
+    found = _parsed(tensor)
     if found is None:
         return tensor, None
-    kind, rest = found[1], found[2]
-    parameter, slash, key = rest.partition("/") if kind == "optim" else (rest, "", "")
+    kind, parameter, key = found
     rows = parse_rows(parameter)
-    return f"{kind}/{rows.weight}{slash}{key}", rows
+    return _named(kind, rows.weight, key), rows
+
+
+def _parsed(tensor: str) -> tuple[str, str, str] | None:
+    """Return the kind (param, ema, optim), parameter and key (of the optimizer) in a tensor's name; None for others."""
+    found = _TENSOR.fullmatch(tensor)
+    if found is None:
+        return None
+    parameter, _, key = found[2].partition("/") if found[1] == "optim" else (found[2], "", "")
+    return found[1], parameter, key
 
 
 def is_sharded(tensor: str, masters: Collection[str]) -> bool:
@@ -105,8 +113,8 @@ def is_sharded(tensor: str, masters: Collection[str]) -> bool:
 
     `masters`: the weights whose values are sharded too.
     """
-    found = _TENSOR.fullmatch(tensor)
-    return found is not None and (found[1] != "param" or weight_of(found[2]) in masters)
+    found = _parsed(tensor)
+    return found is not None and (found[0] != "param" or weight_of(found[1]) in masters)
 
 
 def restrict(
@@ -167,12 +175,9 @@ class _Offer(NamedTuple):
 def _offers(tensors: Mapping[str, Packed], tree: Tree, masters: Collection[str]) -> Iterator[_Offer]:
     found: dict[str, dict[tuple[str, str], Packed]] = {}
     for tensor, packed in tensors.items():
-        match = _TENSOR.fullmatch(tensor)
-        if match is None:
-            continue
-        kind, rest = match[1], match[2]
-        parameter, _, key = rest.partition("/") if kind == "optim" else (rest, "", "")
-        if kind != "param" or weight_of(parameter) in masters:
+        parsed = _parsed(tensor)
+        if parsed is not None and is_sharded(tensor, masters):
+            kind, parameter, key = parsed
             found.setdefault(parameter, {})[kind, key] = packed
     for parameter in {*found, *tree["optimizer"]}:
         yield _Offer(parse_rows(parameter), found.get(parameter, {}), tree["optimizer"].get(parameter))

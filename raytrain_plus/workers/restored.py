@@ -6,8 +6,6 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
 from raytrain_plus.errors import CheckpointError, DamagedError, StorageError
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.checkpoint import read_tensors
@@ -33,8 +31,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
     """
     state, run = prepared.own.part(layers), prepared.run_folder()
     stored = own_tensors(manifest.tensors, all_but(layers.others))
-    built = {name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in _whole_model(state).items()}
-    differing = mismatch(stored, built) or class_differences(manifest.tree, state.holding())
+    differing = mismatch(stored, _whole_model(state)) or class_differences(manifest.tree, state.holding())
     if differing:
         rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
@@ -56,14 +53,17 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
     state.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
 
 
-def _whole_model(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors that the model's state has where nothing is sharded, with any values."""
-    found = {name: value for name, value in model_state(state.holding()).items() if whole_name(name)[0] == name}
+def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of each tensor that the model's state has where nothing is sharded."""
+    found = {
+        name: (dtype_name(value.dtype), tuple(value.shape))
+        for name, value in model_state(state.holding()).items()
+        if whole_name(name)[0] == name
+    }
     for name, value in state.trained.weights:
-        weight = value.detach().float() if name in state.trained.mastered else value.detach()
-        found[f"param/{name}"] = weight
-        if state.technique.decay is not None:
-            found[f"ema/{name}"] = weight
+        dtype = "float32" if name in state.trained.mastered else dtype_name(value.dtype)
+        kinds = ("param",) if state.technique.decay is None else ("param", "ema")
+        found |= {f"{kind}/{name}": (dtype, tuple(value.shape)) for kind in kinds}
     return found
 
 
