@@ -393,7 +393,7 @@ def kill_in_all_reduce(rounds: int, kind: str, doing: str) -> dict[str, int]:
                 took = time.monotonic() - start
                 slowest = max(slowest, took)
                 assert "AssertionError" not in answer.get("error", ""), answer
-                key = "died" if "died" in answer else "out" if took < 0.3 and "interrupted" in answer else "late"
+                key = "died" if "died" in answer else "out" if took < LIMIT_S and "interrupted" in answer else "late"
                 counted[key] += 1
             if all(member.process.poll() is None for member in survivors):
                 with server(2) as (_, second):
