@@ -64,7 +64,7 @@ class ExactSum:
         """The vector to be summed over the world in place."""
         self.total = self.wire[:own]
         """The sums of all tensors, flat."""
-        self.sums = self.total.split(list(sizes.values()))
+        self.sums: Sequence[torch.Tensor] = self.total.split(list(sizes.values()))
         """Each tensor's sum, flat."""
         self.rider = self.wire[own + count :]
         self._magnitudes = self.wire[own : own + count]
@@ -127,6 +127,13 @@ class ExactSum:
         add_each(rounded, middles)
         add_each(rounded, [-middle for middle in middles])
         sum_each(totals, rounded)
+
+    def keep_readings(self) -> None:
+        """Give up the memory of the sums, after the sum over the world; what they showed can still be read."""
+        self._magnitudes = self._magnitudes.clone()
+        self.wire = self.total = self.rider = self._rounded = self.wire.new_zeros(0)
+        self.sums = ()
+        self._summed = None
 
     @property
     def magnitudes(self) -> Numbers:

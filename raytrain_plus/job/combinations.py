@@ -37,7 +37,8 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "zero-bubble": {"parallel": Parallel(pipeline=2, schedule="zero-bubble")},
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
-    "sharded": {"parallel": Parallel(sharded="optimizer")},
+    "sharded: optimizer": {"parallel": Parallel(sharded="optimizer")},
+    "sharded: full": {"parallel": Parallel(sharded="full")},
 }
 
 

@@ -15,7 +15,7 @@ Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "ima
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]
 """The formats of the numbers in forward and backward passes."""
 
-Sharded = Literal["none", "optimizer"]
+Sharded = Literal["none", "optimizer", "full"]
 """What of the training state each worker holds in part."""
 
 Recompute = Literal["none", "selective", "full"] | Sequence[str]

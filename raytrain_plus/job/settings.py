@@ -220,14 +220,24 @@ class Parallel:
     `optimizer` (ZeRO stage 1): each worker holds the optimizer's state of some rows of the weights, changes these rows
     and sends them to the others. The result does not depend on it. With Adam and N workers, a worker's optimizer needs
     8 bytes for each parameter times `holders` / N.
+
+    `full` (ZeRO stage 3): the weights and their gradients, too. Each layer is gathered before it computes, and its
+    gradients are summed and divided after all microbatches have passed through it. A worker needs 16 bytes for each
+    parameter times `holders` / N, and room for two layers with gradients. The model must be declared in layers, as for
+    `pipeline`.
     """
 
     holders: int = 2
-    """Workers that hold the optimizer's state of each row, on different nodes if possible. Default 2; with `sharded`.
+    """Workers that hold the state of each row of a weight, on different nodes if possible. Default 2; with `sharded`.
 
     With 2, the loss of one worker costs no step, nor does the next one, once that row has two holders again. If all
     holders of a row are lost at once, the run goes back to its newest checkpoint; with 1, after any loss.
     """
+
+    @property
+    def by_layer(self) -> bool:
+        """Return whether no worker ever holds the whole model."""
+        return self.pipeline > 1 or self.sharded == "full"
 
     @property
     def overlaps(self) -> bool:

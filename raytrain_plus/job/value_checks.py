@@ -385,11 +385,11 @@ def _no_images(pack: int | None, image_size: Sequence[int] | None) -> _Problem:
     return "packed rows hold tokens and no images, so data.image_size has no use", "one of both", ""
 
 
-def _skipped_rows(on_error: str, pipeline: int) -> _Problem:
-    if on_error == "stop" or pipeline == 1:
+def _skipped_rows(on_error: str, pipeline: int, sharded: str) -> _Problem:
+    if on_error == "stop" or (pipeline == 1 and sharded != "full"):
         return None
     what = "data.on_error: skip needs the whole model in each worker; stages do not tell one another which rows fail"
-    return what, "data.on_error: stop, or parallel.pipeline: 1", ""
+    return what, "data.on_error: stop, or parallel.pipeline: 1 and not sharded: full", ""
 
 
 def _best(metric: str, evaluate: None) -> _Problem:
@@ -466,7 +466,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("data.pack",), _at_least(2, MOST_TOKENS)),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
-    (("data.on_error", "parallel.pipeline"), _skipped_rows),
+    (("data.on_error", "parallel.pipeline", "parallel.sharded"), _skipped_rows),
     (("data.granule",), _at_least(1)),
     (("data.cache_mb",), _at_least(0)),
     (("steps",), _at_least(1)),

@@ -36,8 +36,9 @@ class Gradients:
         rider: Rider | None = None,
         make_wire: MakeWire = ring_wire,
         label: str = "",
+        waits: bool = False,
     ) -> None:
-        """Allocate the buckets and make their views the gradients of the parameters.
+        """Allocate the buckets and make their views the gradients of the parameters, unless that `waits`.
 
         `rider` returns how many numbers of a floating-point type are summed with the first bucket. `make_wire`: how the
         buckets travel. `label` separates these sums from those of other parts of the model.
@@ -52,33 +53,44 @@ class Gradients:
         self._wires: list[Wire] = []
         self._places: dict[int, tuple[int, int]] = {}
         """(bucket, place in the bucket) of each parameter, by its identity."""
-        self._given: list[list[float]] = []
-        """For each bucket, whether each parameter has a gradient here: 1 or 0."""
         self._alone = False
         """Whether this worker has the gradients of all shards."""
         self._sums_of: tuple[list[Numbers], list[Numbers]] | None = None
         """After the sums: for each bucket, which parameters have a gradient, and how many values were sent as zero."""
-        self._names: list[str] = []
-        """The parameters' names, in the order of the buckets."""
         names = {id(parameter): name for name, parameter in named}
         planned = plan_buckets([parameter for _, parameter in named], bucket_bytes)
         if rider is not None and not planned:
             planned.append([])
         self._make_wire = make_wire
-        self._first: list[tuple[str, nn.Parameter]] = []
-        """The parameters of the first bucket."""
+        self._rider = nothing if rider is None else rider
+        self._buckets = [[(names[id(parameter)], parameter) for parameter in members] for members in planned]
+        """The parameters of each bucket, by name."""
+        self._given = [[0.0] * len(members) for members in planned]
+        """For each bucket, whether each parameter has a gradient here: 1 or 0."""
+        self._names = [name for members in self._buckets for name, _ in members]
         for index, members in enumerate(planned):
-            own = [(names[id(parameter)], parameter) for parameter in members]
-            self._first = self._first if index else own
-            riding = rider if rider is not None and index == 0 else nothing
-            wire = make_wire(own, riding)
-            self._wires.append(wire)
-            self._views += zip(members, wire.views, strict=True)
-            self._given.append([0.0] * len(members))
-            self._names += [name for name, _ in own]
             for place, parameter in enumerate(members):
                 self._places[id(parameter)] = index, place
                 parameter.register_post_accumulate_grad_hook(self._hook(index, place))
+        if not waits:
+            self.allocate()
+
+    def allocate(self) -> None:
+        """Allocate the buckets, cleared, unless they are there, and make their views the gradients."""
+        if self._wires:
+            return
+        for index, members in enumerate(self._buckets):
+            wire = self._make_wire(members, nothing if index else self._rider)
+            self._wires.append(wire)
+            self._views += zip((parameter for _, parameter in members), wire.views, strict=True)
+
+    def free(self) -> None:
+        """Give up the memory of the buckets; the parameters have no gradients until `allocate`."""
+        for parameter, _ in self._views:
+            parameter.grad = None
+        self._views.clear()
+        self._wires.clear()
+        self._sums_of = None
 
     @property
     def rider(self) -> torch.Tensor:
@@ -89,8 +101,9 @@ class Gradients:
         """Have other numbers summed with the first bucket from now on; clears that bucket. Called between steps."""
         if len(self.rider) == rider(self.rider.dtype):
             return
-        self._wires[0] = wire = self._make_wire(self._first, rider)
-        self._views[: len(self._first)] = zip((value for _, value in self._first), wire.views, strict=True)
+        first, self._rider = self._buckets[0], rider
+        self._wires[0] = wire = self._make_wire(first, rider)
+        self._views[: len(first)] = zip((value for _, value in first), wire.views, strict=True)
 
     @property
     def exact(self) -> list[ExactSum]:
@@ -98,9 +111,10 @@ class Gradients:
         return [wire.exact for wire in self._wires if wire.exact is not None]
 
     def begin(self, scales: Mapping[str, int]) -> None:
-        """Clear every gradient and the rider. `scales`: the exponents of the quanta of an exact sum."""
-        for wire, given in zip(self._wires, self._given, strict=True):
+        """Clear what gradients there are, and the rider. `scales`: the exponents of the quanta of an exact sum."""
+        for wire in self._wires:
             wire.begin(scales)
+        for given in self._given:
             given[:] = [0.0] * len(given)
         self._sums_of = None
 

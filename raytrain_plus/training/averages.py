@@ -43,13 +43,18 @@ class Averages:
                     owner, _, attribute = name.rpartition(".")
                     self._slots.append((module.get_submodule(owner), attribute, value, names[id(value)]))
 
+    def begin(self) -> None:
+        """Begin with the present weights."""
+        with torch.no_grad():
+            copy_each(self._averages, self._weights)
+
     def update(self, counts: MutableMapping[str, int]) -> None:
         """Follow the weights after a step; `counts`, of the state, tell whether it is the first one."""
         with torch.no_grad():
             if counts.get(AVERAGED):
                 lerp_each(self._averages, self._weights, 1.0 - self._decay)
             else:
-                copy_each(self._averages, self._weights)
+                self.begin()
         counts[AVERAGED] = 1
 
     @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
 from raytrain_plus.data.collate import set_collate
 from raytrain_plus.job.settings import Job
@@ -14,8 +16,10 @@ from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
+from raytrain_plus.training.by_layer import layer_passes
 from raytrain_plus.training.division import divide
-from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.model import Built, build_chunks, build_layers, build_model, layer_names
+from raytrain_plus.training.passes import Passes
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import technique_of
@@ -35,10 +39,18 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
 
     Raises `TaskError` for a model that cannot be trained, and what the task raises.
     """
-    built = build_chunks(task, job.seed, device, chunks) if chunks else (build_model(task, job.seed, device),)
-    if not chunks:
+    full = job.parallel.sharded == "full"
+    built: Sequence[Built] = ()
+    if full:
+        check_layers(job.recompute, layer_names(task, job.seed))
+    elif chunks:
+        built = build_chunks(task, job.seed, device, chunks)
+    else:
+        built = (build_model(task, job.seed, device),)
         check_layers(job.recompute, built[0].layers)
-    named = [pair for one in built for pair in one.module.named_parameters() if pair[1].requires_grad]
+    division = None
+    if job.parallel.sharded != "none":
+        division = divide(task, _trained(build_layers(task, job.seed, device) if full else built))
     state = TrainState(
         task,
         built,
@@ -50,15 +62,22 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         make_wire=_wire(job),
         technique=technique_of(job, device),
         shard_rows=job.data.batch_size // job.data.shards,
-        division=None if job.parallel.sharded == "none" else divide(task, named),
+        division=division,
+        rebuild=(lambda: build_layers(task, job.seed, device)) if full else None,
     )
     check_storable(state.holding())
     return state
 
 
+def _trained(built: Iterable[Built]) -> Iterator[tuple[str, nn.Parameter]]:
+    for one in built:
+        yield from ((name, value) for name, value in one.module.named_parameters() if value.requires_grad)
+
+
 def whole_steps(state: TrainState, *, skip_nonfinite: bool = False) -> SynchronousSteps:
-    """Return the steps of a worker that holds the whole model; `skip_nonfinite`: see `SynchronousSteps`."""
-    return SynchronousSteps(state, WholePasses(state), skip_nonfinite=skip_nonfinite)
+    """Return the steps of a worker that computes the whole model; `skip_nonfinite`: see `SynchronousSteps`."""
+    passes: Passes = WholePasses(state) if state.gathered is None else layer_passes(state)
+    return SynchronousSteps(state, passes, skip_nonfinite=skip_nonfinite)
 
 
 def initial_sums(state: TrainState) -> tuple[float, ...]:

@@ -7,7 +7,7 @@ makes some steps on small copies of the weights, divided and not, and the bits a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,6 @@ ROWS = 7
 LONG = 67
 """The values of a copy of a weight with one dimension."""
 
-Named = Sequence[tuple[str, nn.Parameter]]
-
 
 @dataclass(frozen=True, slots=True)
 class Division:
@@ -37,27 +35,30 @@ class Division:
     """The bytes of each weight's optimizer state: of a row, or of the whole if it is undivided."""
 
 
-def divide(task: Task, named: Named) -> Division:
+def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> Division:
     """Return how the state of the task's optimizer can be divided among workers.
 
-    Raises `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight
-    whose name could be that of rows, or of a tensor in the optimizer's state.
+    `named`: the trained parameters; each is looked at before the next one is asked for, and not kept. Raises
+    `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight whose
+    name could be that of rows, or of a tensor in the optimizer's state.
     """
-    for name, _ in named:
+    copies, wholes = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, value in named:
+        copies[name], wholes[name] = _copy(value), torch.empty_like(value, device="meta")
         if "/" in name or parse_rows(name).last is not None:
             raise TaskError(
                 f"the parameter '{name}' has a name that a sharded state cannot have",
-                where="parallel.sharded: optimizer",
+                where="parallel.sharded",
                 expected="names without a slash, and without numbers in brackets at the end",
                 remedy="rename its module, or use sharded: none",
             )
-    device = named[0][1].device if named else torch.device("cpu")
+    device = next(iter(copies.values())).device if copies else torch.device("cpu")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return _divided(task, named)
+        return _divided(task, copies, wholes)
 
 
-def _divided(task: Task, named: Named) -> Division:
-    copies = {name: _copy(value) for name, value in named}
+def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]) -> Division:
+    """Return the same, given small copies of the parameters, and their shapes."""
     whole, state = _changed(task, {name: [value] for name, value in copies.items()})
     rows, _ = _changed(task, {name: _cut(value) for name, value in copies.items()})
     undivided = frozenset(
@@ -75,14 +76,14 @@ def _divided(task: Task, named: Named) -> Division:
             if not _same(whole[name][: len(found[name])] if found[name].dim() else whole[name], found[name]):
                 raise TaskError(
                     f"the optimizer changes '{name}' otherwise if another worker changes other weights",
-                    where="parallel.sharded: optimizer",
+                    where="parallel.sharded",
                     expected="an optimizer that treats each weight by itself, without random numbers",
                     remedy="use another optimizer, such as torch.optim.AdamW, or sharded: none",
                 )
     sizes = {name: _bytes_of(state[name]) // max(1, len(copies[name])) for name in names if name not in undivided}
-    for name, value in named:
-        if name in undivided:
-            sizes[name] = _bytes_of(_changed(task, {name: [value.detach()]})[1][name])
+    for name in undivided:
+        value = torch.zeros_like(wholes[name], device=copies[name].device)
+        sizes[name] = _bytes_of(_changed(task, {name: [value]})[1][name])
     return Division(undivided, sizes)
 
 

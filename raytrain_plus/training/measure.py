@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import Built, build_chunks, build_model, layer_names, no_parameter
+from raytrain_plus.training.model import Built, build_layers, build_model, layer_names, no_parameter
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
@@ -127,12 +127,7 @@ def count_operations(
 
 def each_layer(task: Task, seed: int, technique: Technique, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
     """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
-    device = technique.precision.device
-    if task.layers() is None:
-        every: Iterable[Built] = build_chunks(task, seed, device, [(name,) for name in names])
-    else:
-        every = (build_chunks(task, seed, device, [(name,)])[0] for name in names)
-    for name, built in zip(names, every, strict=True):
+    for name, built in zip(names, build_layers(task, seed, technique.precision.device), strict=True):
         technique.apply(built)
         yield name, built
 

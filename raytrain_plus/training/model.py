@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -61,6 +61,20 @@ def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[S
     )
 
 
+def build_layers(task: Task, seed: int, device: torch.device) -> Iterator[Built]:
+    """Yield each of the model's layers by itself, with the values of the whole model.
+
+    If the task declares its layers, one after the other is built. Raises `TaskError` if it does not, and `model()`
+    returns no sequence of them either.
+    """
+    names = layer_names(task, seed)
+    if task.layers() is None:
+        yield from build_chunks(task, seed, device, [(name,) for name in names])
+    else:
+        for name in names:
+            yield build_chunks(task, seed, device, [(name,)])[0]
+
+
 def layer_names(task: Task, seed: int) -> tuple[str, ...]:
     """Return the names of the model's layers in order. Modules are built without values if possible.
 
@@ -104,8 +118,8 @@ def _raise(error: Exception) -> NoReturn:
 
 def _no_layers() -> TaskError:
     return TaskError(
-        "a model that does not declare its layers cannot be partitioned into stages",
-        where="parallel.pipeline",
+        "a model that does not declare its layers cannot be divided between them",
+        where="parallel",
         expected="layers(), or a model() that returns an nn.Sequential with each module in it once",
     )
 
@@ -209,8 +223,8 @@ def _check_apart(children: Mapping[str, nn.Module]) -> None:
             other = owners.setdefault(id(value), name)
             if other != name:
                 raise TaskError(
-                    f"'{name}.{own}' is also a tensor of the layer '{other}', which can be on another stage",
-                    where="parallel.pipeline",
+                    f"'{name}.{own}' is also a tensor of the layer '{other}', which can be elsewhere",
+                    where="parallel",
                     expected="layers that share no tensors; declare tied parameters in Task.tied",
                 )
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.autocast import Modes, check_modes
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.half import check_carried, ring_wire
-from raytrain_plus.parallel.wire import Exact, MakeWire
+from raytrain_plus.parallel.wire import Exact, MakeWire, Rider
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.gathered import free_weight
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
 from raytrain_plus.training.rider import digits
@@ -37,7 +39,7 @@ class ModelPart:
     keys: LayerKeys
     technique: Technique
     masters: Mapping[str, nn.Parameter]
-    """The float32 weights of which parameters are copies, by name; see `masters`."""
+    """The float32 weights of which parameters are copies, by name; see `masters`. Without values if gathered."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -76,7 +78,7 @@ class ModelPart:
 
 def make_parts(
     task: Task,
-    built: Sequence[Built],
+    built: Iterable[Built],
     *,
     seed: int,
     shards: int,
@@ -84,9 +86,11 @@ def make_parts(
     make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
     technique: Technique,
+    gathered: bool = False,
 ) -> tuple[ModelPart, ...]:
     """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
 
+    `gathered`: weights and gradients have memory only when needed (`gathered`), and no part carries the header.
     `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
     Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that its precision excludes.
     """
@@ -97,10 +101,11 @@ def make_parts(
             seed=seed,
             exact_shards=shards if exact else None,
             make_wire=make_wire,
-            header_shards=None if number else shards,
+            header_shards=None if number or gathered else shards,
             bucket_bytes=bucket_bytes,
             label=f".{number}",
             technique=technique,
+            gathered=gathered,
         )
         for number, one in enumerate(built)
     )
@@ -117,11 +122,17 @@ def _make_part(
     bucket_bytes: int,
     label: str,
     technique: Technique,
+    gathered: bool,
 ) -> ModelPart:
     named = list(built.module.named_parameters())
     check_summable(named, exact=exact_shards is not None)
     keys = LayerKeys(built.module, built.layers, seed)
     masters = technique.apply(built, keys.recall)
+    if gathered:
+        masters = {name: nn.Parameter(torch.empty_like(one, device="meta")) for name, one in masters.items()}
+        for _, value in named:
+            if value.requires_grad:
+                free_weight(value)
     built.module.register_forward_pre_hook(_checks_modes(keys, technique.precision.modes))
     return ModelPart(
         built.module,
@@ -129,15 +140,26 @@ def _make_part(
         Gradients(
             [(name, value) for name, value in named if value.requires_grad],
             bucket_bytes,
-            rider=None if header_shards is None else lambda dtype: digits(header.size(header_shards), dtype),
-            make_wire=make_wire if exact_shards is None else partial(Exact, shards=exact_shards),
+            rider=None if header_shards is None else header_rider(header_shards),
+            make_wire=wires(make_wire, exact_shards),
             label=label,
+            waits=gathered,
         ),
         Buffers(built.module, task, exact_shards, label),
         keys,
         technique,
         masters,
     )
+
+
+def header_rider(shards: int) -> Rider:
+    """Return how many numbers the header of a step of so many shards needs."""
+    return lambda dtype: digits(header.size(shards), dtype)
+
+
+def wires(make_wire: MakeWire, exact_shards: int | None) -> MakeWire:
+    """Return how gradients travel: `make_wire`, unless the sums over so many shards are to be exact."""
+    return make_wire if exact_shards is None else partial(Exact, shards=exact_shards)
 
 
 def _checks_modes(keys: LayerKeys, modes: Modes) -> Callable[[nn.Module, object], None]:

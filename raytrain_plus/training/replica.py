@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from raytrain_plus.data.collate import counts_tokens, default_weight
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
@@ -32,7 +33,7 @@ from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.shard_reports import ShardReports
 from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.step_sums import StepSums
-from raytrain_plus.training.thread_control import Place
+from raytrain_plus.training.thread_control import Control, Place
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.verdict import SumStatus, from_plain, merged
 
@@ -140,31 +141,45 @@ class ReplicaStage:
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
-        found, control = MetricSums(), context.control
-        for shard in hosted:
+        found = MetricSums()
+        for shard, some in self.held_out(batches, hosted, context.control):
             found.begin(shard)
-            numbered = enumerate(batches(shard))
-            control.enter("data")
-            while some := list(itertools.islice(numbered, AT_ONCE)):
-                control.enter("collective")
-                work = _HeldOut(self, shard, some, context)
-                work.batches = self.pass_on_batches(work.batches)
-                given = self.pipeline.forward(work, len(some))
-                if self.is_last:
-                    summarised = type(self.task).summarise is not Task.summarise
-                    sorted_out = [
-                        checked(one, microbatch.rows, summarised)
-                        for one, (_, microbatch) in zip(given, some, strict=True)
-                    ]
-                    found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
-                    for stage in range(self.stages):
-                        self.handovers.send_note("metrics", stage, [means for means, _ in sorted_out], stage)
-                received = self.handovers.take_note("metrics", self.number, self.last)
-                for (_, microbatch), one in zip(some, received, strict=True):
-                    found.add(shard, microbatch.rows, one)
-                self.handovers.finish()
-                control.enter("data")
+            if some:
+                self.pass_held_out(HeldOut(self, shard, some, context), found)
         return found
+
+    def held_out(
+        self, batches: ShardBatches, hosted: Sequence[int], control: Control
+    ) -> Iterator[tuple[int, list[tuple[int, Microbatch]]]]:
+        """Yield the held-out microbatches of each shard, numbered, in lists of as many as pass at once."""
+        for shard in hosted:
+            numbered = enumerate(batches(shard))
+            more = True
+            while more:
+                control.enter("data")
+                some = list(itertools.islice(numbered, AT_ONCE))
+                control.enter("collective")
+                yield shard, some
+                more = bool(some)
+
+    def pass_held_out(self, work: HeldOut, found: MetricSums) -> None:
+        """Pass some microbatches of a shard through the model, and add their metrics to what is found."""
+        shard, some = work.shard, work.some
+        work.batches = self.pass_on_batches(work.batches)
+        given = self.pipeline.forward(work, len(some))
+        if self.is_last:
+            summarised, by_token = type(self.task).summarise is not Task.summarise, counts_tokens(self.task)
+            sorted_out = [
+                checked(one, microbatch.rows, summarised, by_token)
+                for one, (_, microbatch) in zip(given, some, strict=True)
+            ]
+            found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
+            for stage in range(self.stages):
+                self.handovers.send_note("metrics", stage, [means for means, _ in sorted_out], stage)
+        received = self.handovers.take_note("metrics", self.number, self.last)
+        for (_, microbatch), one in zip(some, received, strict=True):
+            found.add(shard, microbatch.rows, one, default_weight(self.task, microbatch.batch, microbatch.rows))
+        self.handovers.finish()
 
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """See `passes.ReplicaPasses`."""
@@ -251,21 +266,21 @@ def replica_stage(
     )
 
 
-class _HeldOut:
+class HeldOut:
     """Some held-out microbatches of a shard, as `chunk.PassWork`: their metrics take the place of the loss."""
 
     def __init__(
         self, stage: ReplicaStage, shard: int, some: Sequence[tuple[int, Microbatch]], context: StepContext
     ) -> None:
-        self._stage = stage
-        self._shard = shard
-        self._some = some
+        self.shard = shard
+        self.some = some
         self.batches = [microbatch.batch for _, microbatch in some]
+        self._stage = stage
         self._control = context.control
 
     def rows(self, number: int) -> int:
         """See `chunk.PassWork`."""
-        return self._some[number][1].rows
+        return self.some[number][1].rows
 
     def batch(self, number: int) -> Any:
         """See `chunk.PassWork`."""
@@ -284,8 +299,8 @@ class _HeldOut:
         part = self._stage.parts[chunk]
         self._control.check()
         self._control.enter("computing")
-        if self._some[number][0] == 0:
+        if self.some[number][0] == 0:
             part.buffers.restore()
-        with part.evaluating(self._shard, self._some[number][0]):
+        with part.evaluating(self.shard, self.some[number][0]):
             yield
         self._control.enter("collective")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -241,7 +242,14 @@ class StepSums:
 class GradientNorms:
     """What the norms of a step's gradients, and of the changes of its buffers, show."""
 
-    def __init__(self, gradients: Sequence[tuple[str, torch.Tensor]], buffers: Sequence[Buffers]) -> None:
+    def __init__(
+        self,
+        gradients: Sequence[tuple[str, torch.Tensor]],
+        buffers: Sequence[Buffers],
+        known: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Measure; `known`: the squared norms of other gradients."""
+        self._known = known
         self._names = [name for name, _ in gradients]
         changes = [(one, change) for one in buffers for change in one.changes()]
         self._of_changes = [one for one, _ in changes]
@@ -255,7 +263,7 @@ class GradientNorms:
     def squares(self) -> dict[str, float]:
         """Return the squared norm of each parameter's gradient; NaN for buffers with non-finite sums."""
         squares = self._norms.squares()
-        found = dict(zip(self._names, squares, strict=False))
+        found = {**self._known, **dict(zip(self._names, squares, strict=False))}
         for buffers, square in zip(self._of_changes, squares[len(self._names) :], strict=True):
             if not math.isfinite(square):
                 found |= {f"{BUFFER}{name}": math.nan for name in buffers.not_finite()}

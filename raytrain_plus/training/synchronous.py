@@ -39,7 +39,7 @@ class Synchronous(ReplicaStage):
         """See `passes.Passes`. Only the first stage receives batches; all stages know the row counts."""
         # Until the first activations arrive, this stage waits for others.
         context.control.enter("collective", "stages")
-        work = _ReplicaStep(self, step, shards, context, search)
+        work = ReplicaStep(self, step, shards, context, search)
         self.bars = work.bars
         self.expect_notes()
         self.handovers.expect_note("header", self.number, self.last)
@@ -50,7 +50,7 @@ class Synchronous(ReplicaStage):
         return work.works
 
 
-class _ReplicaStep:
+class ReplicaStep:
     """One step of a model replica, as `chunk.PassWork`: the microbatches of all its shards in sequence."""
 
     def __init__(
@@ -124,9 +124,13 @@ class _ReplicaStep:
                     part.gradients.end_shard()
         end, taken = time.time(), time.perf_counter() - start
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), end - taken, end))
-        self._control.enter("collective", "stages")
+        self._between_passes()
         if kind == "F" and number + 1 == len(self.places):
             self._forward_ended(chunk)
+
+    def _between_passes(self) -> None:
+        """Note what the thread does between two passes: it may wait for another stage."""
+        self._control.enter("collective", "stages")
 
     def reduce_rest(self) -> None:
         """Start the sums that no backward pass has started."""

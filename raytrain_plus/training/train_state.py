@@ -8,7 +8,7 @@ step, `finish` applies it here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire
@@ -30,10 +31,12 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.averages import Averages
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.division import Division
+from raytrain_plus.training.gathered import Gathered
 from raytrain_plus.training.header import StepTotals
+from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
 from raytrain_plus.training.model import Built
-from raytrain_plus.training.part import make_parts
+from raytrain_plus.training.part import header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.spread import Spread
 from raytrain_plus.training.step_sums import StepSums
@@ -74,29 +77,39 @@ class TrainState:
         technique: Technique = PLAIN,
         shard_rows: int = 1,
         division: Division | None = None,
+        rebuild: Callable[[], Iterable[Built]] | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
         `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step.
-        `division`: how the optimizer's state can be divided, if it is to be. Raises `TaskError` for parameters that
-        cannot be summed exactly, and for a scheduler that needs an argument.
+        `division`: how the optimizer's state can be divided, if it is to be. `rebuild`: builds the layers of the model,
+        one after the other, in place of what was `built`: their weights then have memory only while they compute, and
+        the state has no rows of them before `begin_with`. Raises `TaskError` for parameters that cannot be summed
+        exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
+        self.tied: Mapping[str, str] = {}
+        """For the whole model: parameters that are copies -> the parameters they copy."""
+        self.allowed: frozenset[str] = frozenset()
+        """Names of values that are not finite from the beginning, such as a mask with infinities."""
+        self._rebuild = rebuild
         self.parts = make_parts(
             task,
-            built,
+            self._noted(built if rebuild is None else rebuild()),
             seed=seed,
             shards=shards,
             exact=exact,
             make_wire=make_wire,
             bucket_bytes=bucket_bytes or bucket_bytes_on(device),
             technique=technique,
+            gathered=rebuild is not None,
         )
         named = [pair for part in self.parts for pair in part.parameters]
         masters = {name: value for part in self.parts for name, value in part.masters.items()}
         self.division = division
         undivided = () if division is None else division.undivided
-        self.trained = Trained([(name, value) for name, value in named if value.requires_grad], masters, undivided)
+        trained = [(name, value) for name, value in named if value.requires_grad]
+        self.trained = Trained(trained, masters, undivided, gathered=rebuild is not None)
         """The weights that the optimizer changes here."""
         self.optimizer: torch.optim.Optimizer | None = None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
@@ -105,9 +118,9 @@ class TrainState:
         """Brings weights that other workers change here; None in a generation whose members change all alike."""
         self._spread_at: int | None = -1
         """The last step after which the weights of all rows were here, those of other workers too."""
-        self.tied = built[0].tied
-        """For the whole model: parameters that are copies -> the parameters they copy."""
-        self.sums = StepSums(self.parts, self.trained.weights, self.tied, shards=shards, device=device)
+        self.gathered: Gathered | None = None
+        """The weights of layers that have memory only while their layer computes; None if all have memory."""
+        self.sums = self._sums(exact, make_wire)
         """The sums of the step that is being computed, or is held."""
         self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
@@ -131,9 +144,7 @@ class TrainState:
         self._held: Summed | None = None
         self._ended: int | None = None
         """The last of overlapping steps that are complete here, and not known to be complete everywhere."""
-        self.allowed: frozenset[str] = frozenset()
-        """Names of values that are not finite from the beginning, such as a mask with infinities."""
-        self.allowed = frozenset(not_finite(model_state(self.holding()).items()))
+        self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
 
     @property
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -143,7 +154,7 @@ class TrainState:
     @property
     def complete(self) -> bool:
         """Whether the weights of all rows are here, those that other workers have changed too."""
-        return self.trained.everything or self._spread_at == self.last_applied
+        return self.trained.everything or self.gathered is not None or self._spread_at == self.last_applied
 
     @property
     def ready(self) -> int | None:
@@ -252,6 +263,16 @@ class TrainState:
         if initial:
             self.last_applied = self._spread_at = -1
 
+    def begin_with(self, owned: Pieces) -> None:
+        """Change these rows of the weights from now on, with their initial values."""
+        self.own(owned)
+        if self._rebuild is not None:
+            for one in self._rebuild():
+                named = one.module.named_parameters()
+                self.trained.put({name: value.detach() for name, value in named if value.requires_grad})
+            if self._averages is not None:
+                self._averages.begin()
+
     def joined(self, parts: Sequence[transfer.Snapshot]) -> transfer.Snapshot:
         """Return the state with the rows that are changed here, out of `parts` that together have it."""
         names = [name for name, _ in rows_held(self.named)]
@@ -263,7 +284,9 @@ class TrainState:
         numbered = dict(zip(map(str, range(len(owners))), owners, strict=True))
         alike = all(owned == trained.rows for owned in owners)
         self.exchange = None
-        if not alike:
+        if self.gathered is not None:
+            self.gathered.share(None if alike else owners)
+        elif not alike:
             self.exchange = Spread(list(senders(trained.rows, trained.row_bytes, numbered).values()), trained.units)
 
     def spread(self, context: StepContext) -> None:
@@ -326,6 +349,8 @@ class TrainState:
         if self._averages is None:
             return nullcontext()
         averages = dict(self._averages.named)
+        if self.gathered is not None:
+            return self.gathered.holding(averages)
         if self.exchange is not None and context is not None:
             whole = self.trained.whole(averages)
             self.exchange.run(whole, "averages", "the averages of weights that other workers change", context)
@@ -355,6 +380,27 @@ class TrainState:
                 self._averages.update(self.counts)
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def _noted(self, built: Iterable[Built]) -> Iterator[Built]:
+        """Yield the same, and note what is to be known of it before its weights lose their memory."""
+        for one in built:
+            self.tied = one.tied
+            if self._rebuild is not None:
+                kinds = ("param",) if self.technique.decay is None else ("param", "ema")
+                named = [(f"{kind}/{name}", value) for kind in kinds for name, value in one.module.named_parameters()]
+                self.allowed |= frozenset(not_finite(named))
+            yield one
+
+    def _sums(self, exact: bool, make_wire: MakeWire) -> StepSums:
+        """Return the sums of a step, and prepare the gathering of weights if they are to be gathered."""
+        if self._rebuild is None:
+            return StepSums(self.parts, self.trained.weights, self.tied, shards=self.shards, device=self.device)
+        trained = self.trained
+        layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
+        self.gathered = Gathered(trained, layers)
+        wire = wires(make_wire, self.shards if exact else None)
+        head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header")
+        return LayerSums(self.parts, trained, self.tied, head, shards=self.shards, device=self.device)
 
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""

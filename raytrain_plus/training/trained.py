@@ -2,12 +2,13 @@
 
 Where the optimizer's state is sharded, the optimizer gets rows of the weights as parameters of their own, which share
 the memory of the weights. A master (`masters`) has no memory besides its rows. The rows of other workers are not
-changed here: `spread` brings their weights.
+changed here: `spread` brings their weights. Weights that have memory only while their layer computes (`gathered`) have
+masters all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,18 +46,29 @@ class Trained:
     """See the module docstring."""
 
     def __init__(
-        self, named: Named, masters: Mapping[str, nn.Parameter] | None = None, undivided: Collection[str] = ()
+        self,
+        named: Named,
+        masters: Mapping[str, nn.Parameter] | None = None,
+        undivided: Collection[str] = (),
+        *,
+        gathered: bool = False,
     ) -> None:
-        """Begin with all rows of all weights.
+        """Begin with all rows of all weights; with none if they are gathered.
 
-        `named`: the trained parameters of the model. `masters`: those that `to_bfloat16` has made, by name.
-        `undivided`: the weights that the optimizer changes rightly only as a whole.
+        `named`: the trained parameters of the model. `masters`: those of some weights, by name. `undivided`: the
+        weights that the optimizer changes rightly only as a whole. `gathered`: whether the weights have memory only
+        while their layer computes; then their rows are masters, in the dtypes of `masters` or their own.
         """
+        self.gathered = gathered
         self.weights = list(named)
         self.units = units_of(named, undivided)
         """How many rows each weight has: see `units_of`."""
-        self.mastered = frozenset(masters or ())
+        self.mastered = frozenset(dict(named) if gathered else masters or ())
         """The weights that have masters."""
+        self.dtypes = {name: value.dtype for name, value in named} | {
+            name: value.dtype for name, value in (masters or {}).items()
+        }
+        """The dtype in which each weight is changed."""
         self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.units.items())
         """All rows of all weights."""
         self.owned = self.rows
@@ -64,6 +76,9 @@ class Trained:
         self.named: Named = [(name, (masters or {}).get(name, value)) for name, value in named]
         """What the optimizer gets."""
         self._parts = [_Part(one, value, None) for (_, one), (_, value) in zip(self.named, named, strict=True)]
+        self._of_weight = _by_weight(self.named, self._parts)
+        if gathered:
+            self.own(Pieces())
 
     @property
     def everything(self) -> bool:
@@ -90,8 +105,8 @@ class Trained:
         return [(name, value) for name, value in self.weights if name not in self.mastered]
 
     def own(self, owned: Pieces) -> None:
-        """Change these rows from now on. Masters keep their values only if they had all rows."""
-        before = dict(self.named) if self.everything else {}
+        """Change these rows from now on. Masters keep their values only if they had all rows, and are not gathered."""
+        before = dict(self.named) if self.everything and not self.gathered else {}
         taken: dict[str, list[Rows]] = {}
         for rows in rows_of(owned, self.units):
             taken.setdefault(rows.weight, []).append(rows)
@@ -103,30 +118,64 @@ class Trained:
                 named.append((rows.name, part.parameter))
                 parts.append(part)
         self.named, self._parts, self.owned = named, parts, owned
+        self._of_weight = _by_weight(named, parts)
 
     def _part(self, name: str, weight: nn.Parameter, rows: Rows, master: nn.Parameter | None) -> _Part:
         at = None if rows.last is None else slice(rows.first, rows.last)
         if not weight.dim() and at is not None:
-            return _Part(nn.Parameter(weight.detach().reshape(1)[:0]), weight, None)
+            return _Part(nn.Parameter(torch.empty(0, dtype=self.dtypes[name], device=weight.device)), weight, None)
         part = _Part(weight, weight, at)
+        if self.gathered:
+            # Their values come from other workers, from a checkpoint, or from `put`.
+            shape = weight.shape if rows.last is None else (rows.last - rows.first, *weight.shape[1:])
+            return part._replace(
+                parameter=nn.Parameter(torch.zeros(shape, dtype=self.dtypes[name], device=weight.device))
+            )
         if name not in self.mastered:
             return part if at is None else part._replace(parameter=nn.Parameter(part.of_weight))
-        values = part.of_weight.float() if master is None else master.detach()
+        values = part.of_weight.to(self.dtypes[name]) if master is None else master.detach()
         if master is not None and at is not None:
             values = values[at].clone()
         return part._replace(parameter=nn.Parameter(values))
 
+    def places(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+        """Yield the optimizer's parameters that are rows of these weights: name, parameter, and the rows there."""
+        for weight, whole in weights.items():
+            for name, (parameter, _, rows) in self._of_weight[weight]:
+                # What stands for no rows of a weight has no values; nor has an empty weight.
+                if parameter.numel() or not whole.numel():
+                    yield name, parameter, whole if rows is None else whole[rows]
+
+    def put(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Take the values of the rows changed here from these weights."""
+        for _, parameter, rows in self.places(weights):
+            parameter.data.copy_(rows)
+
+    def keep_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Give the optimizer's parameters copies of their rows of these gradients, by weight."""
+        for _, parameter, rows in self.places(gradients):
+            parameter.grad = rows.to(parameter.dtype, copy=True)
+
+    def parameters_of(self, weight: str) -> list[nn.Parameter]:
+        """Return the optimizer's parameters that are rows of a weight."""
+        return [part.parameter for _, part in self._of_weight[weight]]
+
+    def forget_gradients(self) -> None:
+        """Take the copies from the parameters."""
+        for _, parameter in self.named:
+            parameter.grad = None
+
     def share_gradients(self) -> None:
-        """Let each parameter of the optimizer have the gradient of its rows."""
-        for parameter, weight, rows in self._parts:
+        """Let each parameter of the optimizer have the gradient of its rows, unless it has a copy of them."""
+        for parameter, weight, rows in () if self.gathered else self._parts:
             if parameter is weight:
                 continue
             gradient = weight.grad if parameter.numel() or not weight.numel() else None
             parameter.grad = gradient if gradient is None or rows is None else gradient[rows]
 
     def copy_to_model(self) -> None:
-        """Write the masters held here into the model, rounded."""
-        if self.mastered:
+        """Write the masters held here into the model, rounded, unless its weights are to be gathered."""
+        if self.mastered and not self.gathered:
             own = [part for part in self._parts if part.parameter.dtype != part.weight.dtype]
             with torch.no_grad():
                 copy_each([part.of_weight for part in own], [part.parameter.detach() for part in own])
@@ -145,3 +194,11 @@ class Trained:
             if parameter.numel():
                 (whole if part.rows is None else whole[part.rows]).copy_(values[name])
         return found
+
+
+def _by_weight(named: Named, parts: Sequence[_Part]) -> dict[str, list[tuple[str, _Part]]]:
+    """Return the parts of each weight, with the names of their parameters."""
+    found: dict[str, list[tuple[str, _Part]]] = {}
+    for (name, _), part in zip(named, parts, strict=True):
+        found.setdefault(weight_of(name), []).append((name, part))
+    return found

@@ -139,7 +139,7 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
         make_deterministic()
     try:
         trial = try_task(job, cls, torch.device("cpu"), rows, held_out)
-        if trial.seconds > LONG_S or job.parallel.pipeline > 1:
+        if trial.seconds > LONG_S or job.parallel.by_layer:
             return trial
         return replace(trial, shard_cost=_shard_cost(job, cls, rows))
     finally:
@@ -169,7 +169,7 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     """
     set_random_key(random_key(job.seed, "task"))
     task = task_of(job, cls, rows.sample_order.steps)
-    if job.parallel.pipeline == 1:
+    if not job.parallel.by_layer:
         return try_whole(job, task, device, rows, held_out, total_memory(device))
     return try_layers(job, task, device, rows, held_out)
 

@@ -159,7 +159,7 @@ class Generation:
     def _starts_over(self, state: TrainState) -> bool:
         """Return whether it has too few rows of the initial state, which nobody can give it."""
         assignment = self._assignment
-        initial = assignment.first_step == 0 and bool(assignment.owners)
+        initial = assignment.first_step == 0 and bool(assignment.owners) and state.gathered is None
         return initial and not state.trained.everything and state.trained.owned != assignment.owners[assignment.seat]
 
     def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, float]:
@@ -209,7 +209,10 @@ class Generation:
         if assignment.lacks not in ("newer", "stage", "rows"):
             if owned is not None:
                 # At the beginning of the run; later it has what it is to own.
-                state.own(owned)
+                if assignment.first_step == 0:
+                    state.begin_with(owned)
+                else:
+                    state.own(owned)
             return 0
         step = assignment.first_step - 1
         parts = self._received.take(assignment.generation, step)

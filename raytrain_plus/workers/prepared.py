@@ -119,7 +119,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     own = OwnState(build)
     if job.parallel.pipeline == 1:
         built = own.build(WHOLE)
-        if trial is not None:
+        if trial is not None and trial.initial:
             check_alike(trial, built, f"task: {job.task}")
     copier = Copier(worker, own.holding, job.elastic.copy_every)
     best = job.best is not None
@@ -196,12 +196,14 @@ def _task_class(plan: Plan, roots: list[Path]) -> type[Task]:
 
 def _size_of(state: TrainState) -> PreparedReport:
     """Return the size of the whole model and its state."""
-    trained = [value for _, value in state.named]
-    held = [*state.module.parameters(), *state.module.buffers()]
+    modules = [part.module for part in state.parts]
+    held = [value for module in modules for value in (*module.parameters(), *module.buffers())]
+    trained, dtypes = state.trained.weights, state.trained.dtypes
+    changed = sum(value.numel() * dtypes[name].itemsize for name, value in trained)
     return PreparedReport(
-        parameters=sum(value.numel() for value in trained),
+        parameters=sum(value.numel() for _, value in trained),
         # An optimizer has two numbers, as a rule, for each weight that it trains.
-        state_bytes=sum(value.nbytes for value in held) + 2 * sum(value.nbytes for value in trained),
+        state_bytes=sum(value.nbytes for value in held) + 2 * changed,
         rows=_row_sizes(state),
     )
 
@@ -212,9 +214,11 @@ def _row_sizes(state: TrainState) -> dict[str, tuple[int, int, int]]:
     if division is None:
         return {}
     row_bytes = trained.row_bytes
-    return {
-        name: (count, row_bytes[OF_ROWS + name], division.state_bytes[name]) for name, count in trained.units.items()
-    }
+    held = dict(division.state_bytes)
+    for name, value in trained.weights if trained.gathered else ():
+        # The rows of the weights themselves, too.
+        held[name] += value.numel() * trained.dtypes[name].itemsize // max(1, trained.units[name])
+    return {name: (count, row_bytes[OF_ROWS + name], held[name]) for name, count in trained.units.items()}
 
 
 def _size_of_layers(found: tuple[Layer, ...], device: torch.device) -> PreparedReport:

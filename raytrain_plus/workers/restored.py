@@ -61,7 +61,7 @@ def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
         if whole_name(name)[0] == name
     }
     for name, value in state.trained.weights:
-        dtype = "float32" if name in state.trained.mastered else dtype_name(value.dtype)
+        dtype = dtype_name(state.trained.dtypes[name])
         kinds = ("param",) if state.technique.decay is None else ("param", "ema")
         found |= {f"{kind}/{name}": (dtype, tuple(value.shape)) for kind in kinds}
     return found

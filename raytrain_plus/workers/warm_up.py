@@ -21,7 +21,7 @@ measure."""
 
 def warm_up(prepared: Prepared, control: Control) -> None:
     """Make one step alone, and compile the evaluation if layers are compiled; no state is held afterwards."""
-    if prepared.plan.job.parallel.pipeline > 1:
+    if prepared.plan.job.parallel.by_layer:
         # It has measured the layers, which amounts to a step, and has no state that it could lose.
         return
     state = prepared.own.state

@@ -348,7 +348,7 @@ class FaultyStage(Faulty):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         named = list(parameters)
         self.mine = int(not any(name.startswith("first.") for name, _ in named))
-        computing, agree, send = synchronous._ReplicaStep.computing, ReplicaStage.agree, Handovers.send_note
+        computing, agree, send = synchronous.ReplicaStep.computing, ReplicaStage.agree, Handovers.send_note
         task = self
 
         @contextmanager
@@ -368,7 +368,7 @@ class FaultyStage(Faulty):
                 task.reach("agreed")
             send(handovers, kind, *arguments)
 
-        synchronous._ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
+        synchronous.ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
         ReplicaStage.agree = summed  # type: ignore[method-assign]
         Handovers.send_note = sends  # type: ignore[method-assign]
         return super().optimizer(named)

@@ -15,7 +15,7 @@ from tests.integration.tasks import write_data
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
-SHARDED = Parallel(sharded="optimizer")
+SHARDED, FULL = Parallel(sharded="optimizer"), Parallel(sharded="full")
 APPLIED = "applied:kill:21"
 """Kills a worker between the change of its rows and their sending; it has made 12 steps to see how they are divided."""
 
@@ -30,10 +30,14 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
 def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel())))
-    run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=3), args={"fault": APPLIED}))
-    assert ended(run) == expected
-    assert len(run.events("recovered")) >= 1
-    assert run.events("resumed") == [], "the second holders have everything"
+    for parallel in (SHARDED, FULL):
+        # A fault comes once in a folder.
+        (folder := tmp_path / parallel.sharded).mkdir()
+        args, workers = {"fault": APPLIED, "folder": str(folder)}, Workers(min=2, max=3)
+        run = Run(exact(tmp_path, f"killed-{parallel.sharded}", workers=workers, parallel=parallel, args=args))
+        assert ended(run) == expected
+        assert len(run.events("recovered")) >= 1
+        assert run.events("resumed") == [], "the second holders have everything"
 
 
 def test_a_loss_moves_nothing_and_its_rows_soon_have_two_holders_again(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ class Chunk:
             work.loss(microbatch, _ModelStandIn(self.submod, run), batch)
         except _ModelCalled as handed:
             return handed.output
-        raise TrainingError("the loss never calls the model, so no stage can run: call the model in Task.loss")
+        raise TrainingError("the loss never calls the model, so no layer can run: call the model in Task.loss")
 
     def _take(self, microbatch: int) -> Tensors:
         if microbatch in self._given:
@@ -352,13 +352,15 @@ class _ModelStandIn(nn.Module):
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         if self._called:
-            raise TrainingError("the loss calls the model more than once; with parallel.pipeline it may call it once")
+            raise TrainingError(
+                "the loss calls the model more than once; with parallel.pipeline or sharded: full it may call it once"
+            )
         self._called = True
         check_modes(self._modes)
         if torch.is_grad_enabled() != self._grad:
             raise TrainingError(
-                "the loss calls the model under a different gradient mode, which does not reach the middle stages of "
-                "parallel.pipeline: enter it in the layers' own forward"
+                "the loss calls the model under a different gradient mode, which does not reach the middle layers with "
+                "parallel.pipeline or sharded: full: enter it in the layers' own forward"
             )
         return self._run(*arguments, **named)
 
@@ -383,6 +385,6 @@ class _ModelStandIn(nn.Module):
     @staticmethod
     def _refusal(what: str) -> TrainingError:
         return TrainingError(
-            f"the loss accesses {what} of the model, but with parallel.pipeline each stage holds only a part of it: "
-            "the loss may only call the model"
+            f"the loss accesses {what} of the model, but with parallel.pipeline or sharded: full only a part of it is "
+            "there at a time: the loss may only call the model"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -26,40 +27,73 @@ class Runner(Protocol):
         """
 
 
+@runtime_checkable
+class AroundChunks(Protocol):
+    """Work that has something to do before and after all passes of a chunk in one direction."""
+
+    def around(self, chunk: int, *, backward: bool) -> AbstractContextManager[None]:
+        """Return a context that is open while all microbatches pass through a chunk."""
+
+
+class InTurn:
+    """A `Runner`: all microbatches pass through a chunk before they pass through the next one; then they go back."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks = chunks
+
+    def run(self, work: PassWork, microbatches: int) -> None:
+        """See `Runner`; `work` may be `AroundChunks`."""
+        for chunk in self._chunks:
+            chunk.begin(work, microbatches)
+        forward_then_backward(self._chunks, work, microbatches)
+
+    def forward(self, work: PassWork, microbatches: int) -> list[Any]:
+        """See `Runner`; `work` may be `AroundChunks`."""
+        return forward_only(self._chunks, work, microbatches)
+
+
 def forward_only(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> list[Any]:
     """See `Runner.forward`."""
     for chunk in chunks:
         chunk.begin(work, microbatches)
     with torch.no_grad():
-        return _forwards(chunks, microbatches)
+        return _forwards(chunks, work, microbatches)
 
 
-def forward_then_backward(chunks: Sequence[Chunk], microbatches: int) -> None:
-    """Run all forward passes, then all backward passes, chunk by chunk.
+def forward_then_backward(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> None:
+    """Run all forward passes, then all backward passes, chunk by chunk; every chunk has begun with the work.
 
-    For a number of microbatches that a schedule does not support, as in the last step of a job.
+    Also for a number of microbatches that a schedule does not support, as in the last step of a job.
     """
-    _forwards(chunks, microbatches)
+    _forwards(chunks, work, microbatches)
     for chunk in reversed(chunks):
         after = _own(chunks, chunk.stage_index + 1)
-        for microbatch in range(microbatches):
-            if after is not None:
-                chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
-            chunk.backward_one_chunk(microbatch)
+        with _around(work, chunk, backward=True):
+            for microbatch in range(microbatches):
+                if after is not None:
+                    chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
+                chunk.backward_one_chunk(microbatch)
 
 
-def _forwards(chunks: Sequence[Chunk], microbatches: int) -> list[Any]:
+def _forwards(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> list[Any]:
     """Run all forward passes, chunk by chunk; return the last chunk's outputs if this stage has it."""
     found = []
     for chunk in chunks:
         after = _own(chunks, chunk.stage_index + 1)
-        for microbatch in range(microbatches):
-            output = chunk.forward_one_chunk(microbatch)
-            if chunk.is_last:
-                found.append(output)
-            elif after is not None:
-                after.set_local_fwd_input(output, microbatch)
+        with _around(work, chunk, backward=False):
+            for microbatch in range(microbatches):
+                output = chunk.forward_one_chunk(microbatch)
+                if chunk.is_last:
+                    found.append(output)
+                elif after is not None:
+                    after.set_local_fwd_input(output, microbatch)
     return found
+
+
+def _around(work: PassWork, chunk: Chunk, *, backward: bool) -> AbstractContextManager[None]:
+    if isinstance(work, AroundChunks):
+        return work.around(chunk.stage_index, backward=backward)
+    return nullcontext()
 
 
 def _own(chunks: Sequence[Chunk], index: int) -> Chunk | None:

@@ -67,7 +67,7 @@ class Pipeline:
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
-            forward_then_backward(self._chunks, microbatches)
+            forward_then_backward(self._chunks, work, microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         with _silent():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.membership.owners import balanced, kept, senders
+from raytrain_plus.membership.owners import balanced, kept
 from raytrain_plus.membership.pieces import union
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.state.named import state_sha256
@@ -26,10 +26,9 @@ from raytrain_plus.state.transfer import hashed, undigested, with_rows
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.division import Division
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.model import build_layers, build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.spread import Spread
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
@@ -82,6 +81,44 @@ class Small(Task):
         return {"loss": F.cross_entropy(model(batch["x"]), batch["y"])}
 
 
+class First(nn.Module):
+    """A layer with BatchNorm, and weights that are empty, a number, and never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.unused = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.linear(x))) * self.scale
+
+
+class Middle(nn.Module):
+    """A layer with dropout and a frozen weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.linear(torch.tanh(x)), 0.1, self.training) + self.frozen(x)
+
+
+class Layered(Small):
+    """The same in layers, two of which are tied, and one of which has no weight."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        last = {"last": lambda: nn.Linear(16, 3)}
+        return {"first": First, "middle": Middle, "tanh": nn.Tanh, "again": Middle, **last}
+
+    def tied(self) -> dict[str, str]:
+        return {"again.linear.weight": "middle.linear.weight"}
+
+
 def batches(step: int, hosted: Sequence[int]) -> dict[int, list[Microbatch]]:
     made = {}
     for shard in hosted:
@@ -91,11 +128,11 @@ def batches(step: int, hosted: Sequence[int]) -> dict[int, list[Microbatch]]:
     return made
 
 
-def build(technique: Technique = PLAIN, undivided: Sequence[str] = ()) -> SynchronousSteps:
-    task = Small()
+def build(technique: Technique = PLAIN, undivided: Sequence[str] = (), *, full: bool = False) -> SynchronousSteps:
+    task = Layered() if full else Small()
     state = TrainState(
         task,
-        [build_model(task, 3, CPU)],
+        () if full else [build_model(task, 3, CPU)],
         seed=3,
         shards=SHARDS,
         clip_norm=0.5,
@@ -105,6 +142,7 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = ()) -> Synchr
         technique=technique,
         shard_rows=4,
         division=Division(frozenset(undivided), {}),
+        rebuild=(lambda: build_layers(task, 3, CPU)) if full else None,
     )
     return whole_steps(state)
 
@@ -121,9 +159,25 @@ TECHNIQUES = {
 }
 
 
-def whole(technique: Technique) -> tuple[str, dict[str, float]]:
-    """Return the hash and the metrics of one worker that holds everything."""
+def whole(technique: Technique, full: bool) -> tuple[str, dict[str, float]]:
+    """Return the hash and the metrics of one worker that holds everything all the time; `full`: of `Layered`."""
     steps = build(technique)
+    if full:
+        task = Layered()
+        steps = whole_steps(
+            TrainState(
+                task,
+                [build_model(task, 3, CPU)],
+                seed=3,
+                shards=SHARDS,
+                clip_norm=0.5,
+                device=CPU,
+                exact=True,
+                bucket_bytes=300,
+                technique=technique,
+                shard_rows=4,
+            )
+        )
     for step in range(STEPS):
         steps.run(step, batches(step, range(SHARDS)), context(SoloWorld()))
     return sha256([steps.state]), metrics_of(steps, SoloWorld(), range(SHARDS))
@@ -147,8 +201,8 @@ def sha256(states: Sequence[TrainState]) -> str:
 class Sharded:
     """Workers whose rows a controller's rules assign."""
 
-    def __init__(self, technique: Technique, undivided: Sequence[str] = ()) -> None:
-        self.make = lambda: build(technique, undivided)
+    def __init__(self, technique: Technique, undivided: Sequence[str] = (), *, full: bool = False) -> None:
+        self.make = lambda: build(technique, undivided, full=full)
         self.members: dict[str, SynchronousSteps] = {}
         self.named = 0
         self.deaths = self.moved = 0
@@ -197,7 +251,7 @@ class Sharded:
             if best < 0:
                 # Masters that are no longer whole cannot be cut again.
                 self.members[name] = self.make()
-                self.members[name].state.own(owners[name])
+                self.members[name].state.begin_with(owners[name])
                 continue
             if mine.last_applied == best and mine.trained.owned == owners[name]:
                 continue
@@ -205,10 +259,8 @@ class Sharded:
             replicated = whole_parts[name if name in able else able[0]]
             mine.own(owners[name])
             mine.adopt(mine.joined([replicated, *whole_parts.values()]))
-        if any(one != rows for one in owners.values()):
-            sent = list(senders(rows, row_bytes, owners).values())
-            for steps in self.members.values():
-                steps.state.exchange = Spread(sent, units)
+        for steps in self.members.values():
+            steps.state.share_rows(list(owners.values()))
         self.broken = False
         return lacking or any(not steps.state.complete for steps in self.members.values())
 
@@ -253,11 +305,15 @@ class Sharded:
         return metrics
 
 
+FULL = pytest.mark.parametrize("full", [False, True], ids=["optimizer", "full"])
+
+
+@FULL
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_any_number_of_workers_has_the_bits_of_one(technique: Technique, size: int) -> None:
-    expected, metrics = whole(technique)
-    group = Sharded(technique)
+def test_any_number_of_workers_has_the_bits_of_one(technique: Technique, size: int, full: bool) -> None:
+    expected, metrics = whole(technique, full)
+    group = Sharded(technique, full=full)
     for _ in range(size):
         group.join()
     group.form(size)
@@ -269,12 +325,13 @@ def test_any_number_of_workers_has_the_bits_of_one(technique: Technique, size: i
     assert all(one != group.members["w0"].state.trained.rows for one in owned) == (size > HOLDERS)
 
 
+@FULL
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
 @pytest.mark.parametrize("seed", range(4))
-def test_deaths_and_newcomers_at_any_moment_change_no_bit(technique: Technique, seed: int) -> None:
-    expected, _ = whole(technique)
+def test_deaths_and_newcomers_at_any_moment_change_no_bit(technique: Technique, seed: int, full: bool) -> None:
+    expected, _ = whole(technique, full)
     draw = random.Random(seed)
-    group = Sharded(technique)
+    group = Sharded(technique, full=full)
     for _ in range(4):
         group.join()
     while not group.ended:

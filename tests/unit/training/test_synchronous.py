@@ -176,22 +176,22 @@ class _Summed:
 @pytest.fixture(autouse=True)
 def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random generators belong to the process, and its threads stand in for processes."""
-    computing = synchronous._ReplicaStep.computing
+    computing = synchronous.ReplicaStep.computing
 
     @contextmanager
     def alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, computing(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(synchronous._ReplicaStep, "computing", alone)
-    evaluating = replica_module._HeldOut.computing
+    monkeypatch.setattr(synchronous.ReplicaStep, "computing", alone)
+    evaluating = replica_module.HeldOut.computing
 
     @contextmanager
     def evaluates_alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, evaluating(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(replica_module._HeldOut, "computing", evaluates_alone)
+    monkeypatch.setattr(replica_module.HeldOut, "computing", evaluates_alone)
     apply = TrainState.apply
 
     def applies_alone(self: TrainState, *arguments: Any) -> None:
