@@ -94,6 +94,7 @@ def test_a_killed_process_of_callbacks_misses_nothing(tmp_path: Path, hearing: R
     assert noted == "the process of the task's callbacks ended with code -9 and is started again"
 
 
+@pytest.mark.slow
 def test_a_dead_controller_leaves_the_rest_of_the_calls_to_the_next_one(tmp_path: Path, hearing: Run) -> None:
     hearing.until(lambda: pids(tmp_path) and len(steps(tmp_path)) > 40, "calls")
     [controller] = [

@@ -102,6 +102,7 @@ def test_the_best_state_is_the_model_and_a_kill_changes_nothing(tmp_path: Path) 
     assert model(done.path) == model(calm.path)
 
 
+@pytest.mark.slow
 def test_rescales_before_the_decision_change_nothing(tmp_path: Path, calm: Run) -> None:
     gates = (BEST + 3, BEST + 13)
     one = Run(early(tmp_path, task="tasks:Gated", args={"gates": gates}))
@@ -139,6 +140,7 @@ def test_a_worker_that_dies_as_it_reads_the_best_state_at_the_end_changes_nothin
     assert len(one.events("worker_lost")) == 1
 
 
+@pytest.mark.slow
 def test_a_resumed_run_decides_from_all_its_evaluations_and_more_patience_continues_it(tmp_path: Path) -> None:
     one = Run(early(tmp_path, args={"pad_s": 0.05}))
     one.until_step(41)

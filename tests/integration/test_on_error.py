@@ -90,6 +90,7 @@ def assert_only_the_bad_rows_are_skipped(found: Audit) -> None:
     assert found.lines()[-1] == "  every row that was due was used exactly once, or skipped"
 
 
+@pytest.mark.slow
 def test_stop_names_file_and_row(tmp_path: Path) -> None:
     run = Run(job_of(tmp_path, "stop", on_error="stop", workers=Workers(min=2), evaluate=None))
     result = run.finish()

@@ -89,7 +89,7 @@ def at(run: Run, replica: int, stage: int) -> Event:
     [
         pytest.param(2, 2, "gpipe", "horovod", marks=SLOW),
         pytest.param(2, 2, "zero-bubble", "horovod", marks=SLOW),
-        (4, 2, "1f1b", "horovod"),
+        pytest.param(4, 2, "1f1b", "horovod", marks=SLOW),
         pytest.param(4, 2, "interleaved", "torch", marks=SLOW),
         pytest.param(4, 4, "1f1b", "horovod", marks=SLOW),
     ],

@@ -59,6 +59,7 @@ def test_two_workers_are_profiled_and_the_model_is_the_same(tmp_path: Path) -> N
     assert any("no MFU: the peak of a CPU in fp32 is not known" in line for line in summary(done, None))
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_steps_are_profiled_changes_nothing(tmp_path: Path) -> None:
     calm = run(exact(tmp_path, name="calm", steps=60), quiet=True, roots=[TASKS])
     profile = Profile(steps=[FIRST, 50], workers=2)

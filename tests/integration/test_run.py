@@ -367,6 +367,7 @@ def test_the_last_checkpoint_of_a_stopped_run_is_waited_for_beyond_its_grace(tmp
     assert f"resumed from the checkpoint after step {steps}" in out
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_is_completed_although_its_driver_was_killed(tmp_path: Path) -> None:
     process = slowly_stopped(tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
@@ -587,6 +588,7 @@ def test_with_token_authentication_on(tmp_path: Path) -> None:
     assert json.loads(out)["steps"] == 8
 
 
+@pytest.mark.slow
 def test_an_address_joins_a_cluster_and_leaves_it_running(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     ray.init(address="local", num_cpus=3, include_dashboard=False, logging_level="ERROR", log_to_driver=False)

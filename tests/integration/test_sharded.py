@@ -40,6 +40,7 @@ def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
         assert run.events("resumed") == [], "the second holders have everything"
 
 
+@pytest.mark.slow
 def test_a_loss_moves_nothing_and_its_rows_soon_have_two_holders_again(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     run = Run(exact(tmp_path, "killed", workers=Workers(min=2, max=3), steps=40, args={"pad_s": 0.02}))

@@ -130,6 +130,7 @@ def test_a_stopped_job_is_saved_and_resumes_when_submitted_again(project: Path, 
     assert attach(project.parent / "runs" / "undisturbed").result().state_sha256 == result.state_sha256
 
 
+@pytest.mark.slow
 def test_what_cannot_be_sent_is_reported(project: Path, cluster: Head, tmp_path: Path) -> None:
     job_in(project)
     code, _, err = raytrain("submit", project / "job.yaml", "--address", cluster.dashboard, cwd=TASKS)

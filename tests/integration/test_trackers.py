@@ -83,6 +83,7 @@ def test_one_run_of_mlflow_through_a_stop_and_a_new_length(tmp_path: Path, clien
     assert set(found.data.metrics) >= {"run/workers", "train/samples_per_second"}
 
 
+@pytest.mark.slow
 def test_a_tracker_that_cannot_be_reached_costs_no_step(
     tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
