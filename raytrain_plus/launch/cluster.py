@@ -386,5 +386,6 @@ def limits_of(job: Job, steps: int, sizes: SizeTable) -> Limits:
         steps=steps,
         max_failures=job.elastic.max_failures,
         holders=job.parallel.holders,
+        by_layer=job.parallel.sharded == "full",
         expected=min(max(room, minimum), spares + (minimum if shape is None else shape.size)),
     )

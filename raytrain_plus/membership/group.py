@@ -45,6 +45,8 @@ class Limits:
     row_bytes: Mapping[str, int] = field(default_factory=dict)
     holders: int = 1
     """How many workers hold the optimizer's state of each row."""
+    by_layer: bool = False
+    """Whether the rows of each layer are shared equally."""
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage consists of: an equal part of the whole if the layers are not measured."""

@@ -296,7 +296,7 @@ def _owners(group: Group, seats: Sequence[str], step: int) -> Owners:
     if group.broken and step >= 0:
         return kept(limits.rows, limits.row_bytes, seats, held)
     nodes = {name: workers[name].node for name in seats}
-    return balanced(limits.rows, limits.row_bytes, seats, limits.holders, nodes, held)
+    return balanced(limits.rows, limits.row_bytes, seats, limits.holders, nodes, held, by_layer=limits.by_layer)
 
 
 def _close(group: Group) -> Outcome:

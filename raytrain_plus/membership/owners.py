@@ -1,6 +1,7 @@
 """Decide which members of a ring hold which rows of a sharded state, and who sends them to the others. Pure.
 
-The rows of all sharded tensors, in order, are cut into as many segments of equal size as there are members. With h
+The rows of all sharded tensors, in order, are cut into as many segments of equal size as there are members; where each
+layer is gathered by itself, those of each layer, so that all members send alike. With h
 holders, member i holds the segments i to i + h - 1, cyclically: each segment is then held h times. After a loss the
 others go on with what they hold, so that nothing moves while the training stands still; `shortage` is what is then held
 too seldom. ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -57,15 +58,19 @@ def balanced(
     holders: int,
     nodes: Mapping[str, str],
     held: Mapping[str, Pieces],
+    *,
+    by_layer: bool = False,
 ) -> Owners:
     """Return owners of all rows with equal shares, each row with `holders` of them on different nodes if possible.
 
     With fewer members than `holders`, all hold everything. `nodes`: the node of each member. `held`: what some of them
-    hold already; of equal choices, the one that moves the fewest bytes is made.
+    hold already; of equal choices, the one that moves the fewest bytes is made. `by_layer`: the shares of each layer
+    are equal, too.
     """
     if holders >= len(members):
         return dict.fromkeys(members, rows)
-    parts = segments(rows, row_bytes, len(members))
+    cut = [segments(one, row_bytes, len(members)) for one in (layers_of(rows) if by_layer else [rows])]
+    parts = [union(of_layer) for of_layer in zip(*cut, strict=True)]
     shares = [union(parts[(i + k) % len(parts)] for k in range(holders)) for i in range(len(parts))]
     left, order = list(members), list[str]()
     for share in shares:
@@ -79,6 +84,18 @@ def balanced(
         left.remove(order[-1])
     share_of = dict(zip(order, shares, strict=True))
     return {name: share_of[name] for name in members}
+
+
+def layers_of(rows: Pieces) -> list[Pieces]:
+    """Return the rows of each layer's weights, whose names begin with it.
+
+    >>> [list(one.names) for one in layers_of(Pieces.of([Piece("optim/a.w"), Piece("optim/b.w"), Piece("optim/a.v")]))]
+    [['optim/a.v', 'optim/a.w'], ['optim/b.w']]
+    """
+    found: dict[str, list[Piece]] = {}
+    for piece in rows:
+        found.setdefault(piece.name.partition(".")[0], []).append(piece)
+    return [Pieces.of(pieces) for pieces in found.values()]
 
 
 def kept(rows: Pieces, row_bytes: Mapping[str, int], members: Sequence[str], held: Mapping[str, Pieces]) -> Owners:

@@ -20,6 +20,7 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_dtype, nothing
 
+_CPU = torch.device("cpu")
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
 GPU_BUCKET_BYTES = 64 << 20
@@ -37,13 +38,16 @@ class Gradients:
         make_wire: MakeWire = ring_wire,
         label: str = "",
         waits: bool = False,
+        device: torch.device = _CPU,
     ) -> None:
         """Allocate the buckets and make their views the gradients of the parameters, unless that `waits`.
 
         `rider` returns how many numbers of a floating-point type are summed with the first bucket. `make_wire`: how the
-        buckets travel. `label` separates these sums from those of other parts of the model.
+        buckets travel. `label` separates these sums from those of other parts of the model. `device`:
+        where the rider is if there are no parameters.
         """
         self._label = label
+        self._device = device
         self._waiting: list[int] = []
         self._reported: set[int] = set()
         self._submit: Callable[[int], None] | None = None
@@ -80,9 +84,13 @@ class Gradients:
         if self._wires:
             return
         for index, members in enumerate(self._buckets):
-            wire = self._make_wire(members, nothing if index else self._rider)
+            wire = self._wire(members, nothing if index else self._rider)
             self._wires.append(wire)
             self._views += zip((parameter for _, parameter in members), wire.views, strict=True)
+
+    def _wire(self, members: Named, rider: Rider) -> Wire:
+        with self._device:
+            return self._make_wire(members, rider)
 
     def free(self) -> None:
         """Give up the memory of the buckets; the parameters have no gradients until `allocate`."""
@@ -102,7 +110,7 @@ class Gradients:
         if len(self.rider) == rider(self.rider.dtype):
             return
         first, self._rider = self._buckets[0], rider
-        self._wires[0] = wire = self._make_wire(first, rider)
+        self._wires[0] = wire = self._wire(first, rider)
         self._views[: len(first)] = zip((value for _, value in first), wire.views, strict=True)
 
     @property

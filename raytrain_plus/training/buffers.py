@@ -20,14 +20,24 @@ from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.torch_compat import buffer_of, copy_each, put_buffer
 
+_CPU = torch.device("cpu")
+
 
 class Buffers:
     """The committed buffers of a model, and the sums that become the next committed buffers."""
 
-    def __init__(self, module: nn.Module, task: Task, exact_shards: int | None = None, label: str = "") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        task: Task,
+        exact_shards: int | None = None,
+        label: str = "",
+        device: torch.device = _CPU,
+    ) -> None:
         """With `exact_shards`, the job's number of shards, means do not depend on the order of addition.
 
-        `label` separates these sums from those of other parts of the model.
+        `label` separates these sums from those of other parts of the model. `device`: where they are, also if the
+        model has no buffers.
         """
         self._label = label
         self._named = dict(module.named_buffers())
@@ -50,7 +60,6 @@ class Buffers:
         # An integer buffer that only one shard writes also uses the maximum: the other shards contribute the smallest
         # number.
         largest = greatest | {name: size for name, size in self._sizes("first").items() if name not in firsts}
-        device = next((buffer.device for buffer in self._named.values()), torch.device("cpu"))
         self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
         if self.exact is None:
             self._flat = torch.zeros(sum(means.values()) + sum(firsts.values()), dtype=torch.float64, device=device)

@@ -46,7 +46,7 @@ class LayerSums(StepSums):
         self._kept = {name for names in self._tied for name in names}
         """The tied weights."""
         self._read: list[ExactSum] = []
-        self._squares: dict[str, float] = {}
+        self._measured: list[tuple[list[str], Norms]] = []
         self._absent: set[str] = set()
         self._flushed = 0
 
@@ -70,7 +70,7 @@ class LayerSums(StepSums):
             if name in self._kept:
                 value.grad = None
         self._rows.forget_gradients()
-        self._read, self._squares, self._absent, self._flushed = [], {}, set(), 0
+        self._read, self._measured, self._absent, self._flushed = [], [], set(), 0
         self._scales = scales
         super().begin(scales, metrics, members, buffers=buffers, loss_factor=loss_factor)
         self.head.begin(scales)
@@ -116,7 +116,7 @@ class LayerSums(StepSums):
         found = {
             name: value.grad for name, value in self._of(part) if name not in self._kept and value.grad is not None
         }
-        self._squares |= zip(found, Norms(list(found.values())).squares(), strict=True)
+        self._measured.append((list(found), Norms(list(found.values()))))
         self._rows.keep_gradients(found)
 
     def read_with(self, others: Iterable[Numbers]) -> None:
@@ -149,7 +149,7 @@ class LayerSums(StepSums):
         tied = {name: value.grad for name, value in self._trained if name in self._kept and value.grad is not None}
         if settled and tied:
             measured = [name for name in tied if name not in self._copies]
-            self._squares |= zip(measured, Norms([tied[name] for name in measured]).squares(), strict=True)
+            self._measured.append((measured, Norms([tied[name] for name in measured])))
             self._rows.keep_gradients(tied)
         for name, value in self._trained:
             if name in self._kept:
@@ -158,7 +158,7 @@ class LayerSums(StepSums):
 
     def norms(self) -> GradientNorms:
         """See `StepSums.norms`."""
-        return GradientNorms([], [part.buffers for part in self._parts], self._squares)
+        return GradientNorms([], [part.buffers for part in self._parts], self._measured)
 
     def scale(self, factor: float) -> None:
         """See `StepSums.scale`."""

@@ -85,6 +85,7 @@ def make_parts(
     exact: bool,
     make_wire: MakeWire = ring_wire,
     bucket_bytes: int,
+    device: torch.device,
     technique: Technique,
     gathered: bool = False,
 ) -> tuple[ModelPart, ...]:
@@ -104,6 +105,7 @@ def make_parts(
             header_shards=None if number or gathered else shards,
             bucket_bytes=bucket_bytes,
             label=f".{number}",
+            device=device,
             technique=technique,
             gathered=gathered,
         )
@@ -121,6 +123,7 @@ def _make_part(
     header_shards: int | None,
     bucket_bytes: int,
     label: str,
+    device: torch.device,
     technique: Technique,
     gathered: bool,
 ) -> ModelPart:
@@ -144,8 +147,9 @@ def _make_part(
             make_wire=wires(make_wire, exact_shards),
             label=label,
             waits=gathered,
+            device=device,
         ),
-        Buffers(built.module, task, exact_shards, label),
+        Buffers(built.module, task, exact_shards, label, device),
         keys,
         technique,
         masters,

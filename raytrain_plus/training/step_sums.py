@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -246,10 +245,10 @@ class GradientNorms:
         self,
         gradients: Sequence[tuple[str, torch.Tensor]],
         buffers: Sequence[Buffers],
-        known: Mapping[str, float] = MappingProxyType({}),
+        measured: Sequence[tuple[Sequence[str], Norms]] = (),
     ) -> None:
-        """Measure; `known`: the squared norms of other gradients."""
-        self._known = known
+        """Measure; `measured`: names and norms of other gradients."""
+        self._measured = measured
         self._names = [name for name, _ in gradients]
         changes = [(one, change) for one in buffers for change in one.changes()]
         self._of_changes = [one for one, _ in changes]
@@ -258,12 +257,14 @@ class GradientNorms:
     @property
     def unread(self) -> list[Numbers]:
         """What `squares` reads."""
-        return self._norms.unread
+        return [*self._norms.unread, *(one for _, norms in self._measured for one in norms.unread)]
 
     def squares(self) -> dict[str, float]:
         """Return the squared norm of each parameter's gradient; NaN for buffers with non-finite sums."""
+        read_together(self.unread)
         squares = self._norms.squares()
-        found = {**self._known, **dict(zip(self._names, squares, strict=False))}
+        found = {name: one for names, norms in self._measured for name, one in zip(names, norms.squares(), strict=True)}
+        found |= zip(self._names, squares, strict=False)
         for buffers, square in zip(self._of_changes, squares[len(self._names) :], strict=True):
             if not math.isfinite(square):
                 found |= {f"{BUFFER}{name}": math.nan for name in buffers.not_finite()}

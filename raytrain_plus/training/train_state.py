@@ -101,6 +101,7 @@ class TrainState:
             exact=exact,
             make_wire=make_wire,
             bucket_bytes=bucket_bytes or bucket_bytes_on(device),
+            device=device,
             technique=technique,
             gathered=rebuild is not None,
         )
@@ -399,8 +400,9 @@ class TrainState:
         layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
         self.gathered = Gathered(trained, layers)
         wire = wires(make_wire, self.shards if exact else None)
-        head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header")
-        return LayerSums(self.parts, trained, self.tied, head, shards=self.shards, device=self.device)
+        device = self.device
+        head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header", device=device)
+        return LayerSums(self.parts, trained, self.tied, head, shards=self.shards, device=device)
 
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""

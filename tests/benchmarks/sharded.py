@@ -1,9 +1,9 @@
-"""What `parallel.sharded` costs a step and saves in memory, beside DDP with torch's ZeroRedundancyOptimizer.
+"""What `parallel.sharded` costs a step and saves in memory, beside torch's ZeroRedundancyOptimizer and FSDP2.
 
 python -m tests.benchmarks.sharded [--workers 4] [--rounds 9]
 
 All contestants make the same passes of one model in the same processes, in turn, on Gloo. Bytes are those of the
-tensors in the optimizers' states.
+tensors that stay between steps: weights, gradients, and the optimizers' states.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.byte_gpt import CONTEXT, ByteGPT
@@ -31,7 +35,7 @@ from raytrain_plus.task import RunFacts
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.division import divide
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.model import build_layers, build_model
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
@@ -44,6 +48,8 @@ LIMIT_S = 1500
 CPU = torch.device("cpu")
 ARGS = {"width": 512, "depth": 8, "heads": 8, "dropout": 0.0}
 Step = Callable[[int], None]
+OURS = {"none": 0, "optimizer, holders: 1": 1, "optimizer, holders: 2": 2, "full, holders: 1": 1, "full, holders: 2": 2}
+"""Contestants, and their holders of each row."""
 
 
 def main() -> None:
@@ -81,13 +87,13 @@ def member(rank: int, size: int, rounds: int, port: int, store_port: int) -> Non
     world = TorchWorld(formation(rank, size, port))
     held: dict[str, Callable[[], int]] = {}
     steps: dict[str, Step] = {}
-    for name, holders in (("none", 0), ("optimizer, holders: 1", 1), ("optimizer, holders: 2", 2)):
-        made = ours(holders, rank, size)
+    for name, holders in OURS.items():
+        made = ours(holders, rank, size, full="full" in name)
         steps[name] = stepping(made, world, rank)
-        held[name] = lambda made=made: optimizer_bytes(made.state.optimizer)  # type: ignore[misc]
-    for name in ("DDP", "DDP, ZeroRedundancyOptimizer"):
-        steps[name], optimizer = theirs(zero="Zero" in name, rank=rank)
-        held[name] = lambda optimizer=optimizer: optimizer_bytes(getattr(optimizer, "optim", optimizer))  # type: ignore[misc]
+        held[name] = partial(bytes_of, made.state.optimizer, [part.module for part in made.state.parts])
+    for name in ("DDP", "DDP, ZeroRedundancyOptimizer", "FSDP2"):
+        steps[name], model, optimizer = theirs(name, rank)
+        held[name] = partial(bytes_of, getattr(optimizer, "optim", optimizer), [model])
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     barriers = []
     for number in range(WARM_UP + rounds):
@@ -113,7 +119,7 @@ def report(seconds: dict[str, list[float]], held: list[Any], barriers: list[floa
     medians = {name: statistics.median(taken[WARM_UP:]) for name, taken in seconds.items()}
     print(f"{parameters / 1e6:.1f} M parameters, {size} workers; one number over all workers: "
           f"{statistics.median(barriers) * 1e3:.1f} ms")  # fmt: skip
-    print("| | ms a step | beside none | optimizer MB a worker, largest | bytes a parameter |")
+    print("| | ms a step | beside none | MB a worker, largest | bytes a parameter |")
     print("|---|---|---|---|---|")
     for name, median in medians.items():
         largest = max(one[name] for one in held)
@@ -136,18 +142,26 @@ def begun() -> Control:
     return control
 
 
-def ours(holders: int, rank: int, size: int) -> SynchronousSteps:
-    """Return the platform's steps, with so many holders of each row; 0: not sharded."""
+def ours(holders: int, rank: int, size: int, *, full: bool) -> SynchronousSteps:
+    """Return the platform's steps, with so many holders of each row; 0: not sharded. `full`: weights too."""
     made = task()
     built = build_model(made, 3, CPU)
     named = list(built.module.named_parameters())
-    division = divide(made, named) if holders else None
-    state = TrainState(made, [built], seed=3, shards=size, clip_norm=1.0, device=CPU, division=division)
+    state = TrainState(
+        made,
+        [built],
+        seed=3,
+        shards=size,
+        clip_norm=1.0,
+        device=CPU,
+        division=divide(made, named) if holders else None,
+        rebuild=(lambda: build_layers(made, 3, CPU)) if full else None,
+    )
     if holders:
         names = [f"worker-{number}" for number in range(size)]
         trained = state.trained
-        owners = balanced(trained.rows, trained.row_bytes, names, holders, dict.fromkeys(names, ""), {})
-        state.own(owners[names[rank]])
+        owners = balanced(trained.rows, trained.row_bytes, names, holders, dict.fromkeys(names, ""), {}, by_layer=full)
+        state.begin_with(owners[names[rank]])
         state.share_rows(list(owners.values()))
     return whole_steps(state)
 
@@ -163,12 +177,19 @@ def stepping(steps: SynchronousSteps, world: TorchWorld, rank: int) -> Step:
     return step
 
 
-def theirs(*, zero: bool, rank: int) -> tuple[Step, torch.optim.Optimizer]:
+def theirs(name: str, rank: int) -> tuple[Step, nn.Module, torch.optim.Optimizer]:
     made = task()
     model = build_model(made, 3, CPU).module
-    parallel = DistributedDataParallel(model)
+    parallel = model
+    if name == "FSDP2":
+        # Each layer by itself, resharded after its forward pass, as ours.
+        for layer in model.children():
+            fully_shard(layer)
+        fully_shard(model)
+    else:
+        parallel = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer
-    if zero:
+    if "Zero" in name:
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), optimizer_class=torch.optim.AdamW, lr=2e-3, betas=(0.9, 0.95)
         )
@@ -184,7 +205,7 @@ def theirs(*, zero: bool, rank: int) -> tuple[Step, torch.optim.Optimizer]:
         optimizer.step()
         loss.item()
 
-    return step, optimizer
+    return step, model, optimizer
 
 
 def batch_of(number: int, rank: int) -> Any:
@@ -192,9 +213,17 @@ def batch_of(number: int, rank: int) -> Any:
     return {"bytes": torch.randint(0, 256, (ROWS, CONTEXT + 1), generator=draw)}
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    states = () if optimizer is None else optimizer.state.values()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, torch.Tensor))
+def bytes_of(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> int:
+    """Return the bytes of all tensors of a worker's training state, and of its gradients, that have memory now."""
+    weights = [value for module in modules for value in module.parameters()]
+    weights += [value for group in optimizer.param_groups for value in group["params"]]
+    found = [*weights, *(value.grad for value in weights if value.grad is not None)]
+    found += [value for state in optimizer.state.values() for value in state.values()]
+    local = [
+        value.to_local() if isinstance(value, DTensor) else value for value in found if isinstance(value, torch.Tensor)
+    ]
+    storages = {value.untyped_storage().data_ptr(): value.untyped_storage().nbytes() for value in local}
+    return sum(storages.values())
 
 
 if __name__ == "__main__":

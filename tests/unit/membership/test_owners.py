@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.membership import owners as module
-from raytrain_plus.membership.owners import balanced, kept, segments, senders, shortage
+from raytrain_plus.membership.owners import balanced, kept, layers_of, segments, senders, shortage
 from raytrain_plus.membership.pieces import Piece, Pieces, transfers, union
 
 ROWS = st.dictionaries(
@@ -136,3 +136,11 @@ def test_owners_depend_on_nothing_but_their_arguments() -> None:
     first = balanced(rows, row_bytes, members, 2, on_one_node(members), {})
     shuffled = dict(random.Random(0).sample(list(row_bytes.items()), 2))
     assert balanced(rows, shuffled, members, 2, on_one_node(members), {}) == first
+
+
+def test_the_shares_of_each_layer_are_equal_where_layers_are_gathered() -> None:
+    rows = Pieces.of([Piece(f"optim/{layer}.weight", 0, count) for layer, count in {"a": 8, "b": 80, "c": 12}.items()])
+    members = ["w0", "w1", "w2", "w3"]
+    owners = balanced(rows, dict.fromkeys(rows.names, 4), members, 1, dict.fromkeys(members, "n"), {}, by_layer=True)
+    for layer in layers_of(rows):
+        assert len({(owned & layer).size(dict.fromkeys(rows.names, 4)) for owned in owners.values()}) == 1

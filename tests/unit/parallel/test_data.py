@@ -183,3 +183,10 @@ def test_a_replaced_gradient_is_an_error() -> None:
 
     with pytest.raises(TrainingError, match="replaced"):
         backward()
+
+
+def test_a_rider_without_gradients_is_on_the_device() -> None:
+    gradients = Gradients([], rider=lambda _: 3, device=torch.device("meta"))
+    assert gradients.rider.device.type == "meta"
+    gradients.ride(lambda _: 5)
+    assert (gradients.rider.device.type, len(gradients.rider)) == ("meta", 5)

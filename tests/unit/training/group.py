@@ -75,6 +75,8 @@ class Round:
         for part in order:
             part.copy_(total)
         self.summed.add(key)
+        # A real world keeps no tensors either.
+        parts.clear()
         return True
 
 

@@ -98,3 +98,8 @@ def test_a_change_of_a_buffer_with_rule_refuse_is_an_error() -> None:
 def test_rules_that_do_not_fit_the_dtype_are_rejected(name: str, rule: str) -> None:
     with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) returned '{rule}'"):
         Buffers(Holder(), Ruled(**{name: rule}))
+
+
+def test_the_sums_of_a_model_without_buffers_are_on_its_device() -> None:
+    # They are joined with those of other parts.
+    assert Buffers(nn.Linear(2, 2), RULES, device=torch.device("meta")).own().device.type == "meta"

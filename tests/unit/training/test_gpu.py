@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.model import build_layers, build_model
 from raytrain_plus.training.norms import Norms
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
@@ -32,6 +33,7 @@ from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
 from tests.gpu import DEVICE, NEEDS_GPU
 from tests.unit.training.group import Group, context
+from tests.unit.training.sharded import HOLDERS, SHARDS, STEPS, Sharded, sha256, whole
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
 
@@ -305,3 +307,83 @@ def test_a_state_moves_between_a_gpu_and_a_newcomer() -> None:
     newcomer.state.adopt(donor.state.snapshot())
     assert sha(newcomer.state) == sha(donor.state)
     assert trained(newcomer, 1, 2, first=3) == pytest.approx(trained(donor, 1, 2, first=3), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params", "fp16"])
+@pytest.mark.parametrize("full", [False, True], ids=["optimizer", "full"])
+@pytest.mark.usefixtures("deterministic")
+def test_states_in_pieces_have_the_bits_of_a_whole_one(full: bool, precision: Name) -> None:
+    technique = Technique(Precision(precision, DEVICE), decay=0.9)
+    expected, metrics = whole(technique, full)
+    group = Sharded(technique, full=full)
+    for _ in range(4):
+        group.join()
+    group.form(4)
+    for _ in range(STEPS):
+        found = group.step(False, random.Random(0), None)
+    assert sha256([one.state for one in group.members.values()]) == expected
+    assert found == metrics
+
+
+class Wide(Task):
+    """Layers of four megabytes each."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {f"layer{number}": lambda: nn.Linear(1024, 1024, bias=False) for number in range(8)}
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=1e-3, fused=DEVICE.type == "cuda")
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        found: torch.Tensor = model(F.pad(batch["x"], (0, 1024 - 6))).float().square().mean()
+        return found
+
+
+def in_layers(task: Task, shards: int) -> SynchronousSteps:
+    """Return the steps of a worker whose weights are in pieces."""
+    return whole_steps(
+        TrainState(
+            task,
+            (),
+            seed=0,
+            shards=shards,
+            clip_norm=0.5,
+            device=DEVICE,
+            technique=Technique(Precision("bf16", DEVICE)),
+            rebuild=lambda: build_layers(task, 0, DEVICE),
+        )
+    )
+
+
+def test_weights_in_pieces_have_memory_only_while_their_layer_computes() -> None:
+    layer, layers, members = 4 << 20, 8, 4
+    before = torch.cuda.memory_allocated()
+    group = Sharded(Technique(Precision("bf16", DEVICE)), full=True)
+    group.make = lambda: in_layers(Wide(), SHARDS)
+    for _ in range(members):
+        group.join()
+    group.form(members)
+    group.step(False, random.Random(0), None)
+    gc.collect()
+    # Four bytes each of weight, gradient and two moments; each row has two holders.
+    formula = 4 * layers * layer * HOLDERS
+    held = torch.cuda.memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    group.step(False, random.Random(1), None)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"formula {formula >> 20} MiB, held {held >> 20} MiB, peak {peak >> 20} MiB of {members} workers together")
+    assert held <= 1.1 * formula
+    # Of each worker: two layers, what is sent of them, their gradients and sums.
+    assert peak <= 1.1 * formula + members * 8 * layer
+
+
+def test_weights_in_pieces_make_the_host_wait_twice(reads: list[int]) -> None:
+    steps = in_layers(Classify(), 2)
+    steps.state.begin_with(steps.state.trained.rows)
+    trained(steps, 4, 2)
+    given = batches(4, range(2))
+    reads.clear()
+    with no_waits():
+        steps.run(4, given, context(SoloWorld()))
+    # For the weight of the shards, and for the norms of all layers.
+    assert len(reads) == 2
