@@ -147,14 +147,14 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = (), *, full: 
     return whole_steps(state)
 
 
-def whole(technique: Technique, full: bool) -> tuple[str, dict[str, float]]:
-    """Return the hash and the metrics of one worker that holds everything all the time; `full`: of `Layered`."""
+def whole(technique: Technique, full: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Return the state and the metrics of one worker that holds everything all the time; `full`: of `Layered`."""
     task, device = (Layered() if full else Small()), technique.precision.device
     state = TrainState(task, [build_model(task, 3, device)], device=device, technique=technique, **SETTINGS)
     steps = whole_steps(state)
     for step in range(STEPS):
         steps.run(step, batches(step, range(SHARDS)), context(SoloWorld()))
-    return sha256([steps.state]), metrics_of(steps, SoloWorld(), range(SHARDS))
+    return joined([steps.state]), metrics_of(steps, SoloWorld(), range(SHARDS))
 
 
 def metrics_of(steps: SynchronousSteps, world: Any, hosted: Sequence[int]) -> dict[str, float]:
@@ -164,12 +164,18 @@ def metrics_of(steps: SynchronousSteps, world: Any, hosted: Sequence[int]) -> di
     return evaluate(steps.state, steps.passes, held_out, hosted, context(world), shards=SHARDS, step=0)
 
 
-def sha256(states: Sequence[TrainState]) -> str:
-    """Return the hash of the state that these workers hold together."""
+def joined(states: Sequence[TrainState]) -> dict[str, torch.Tensor]:
+    """Return the tensors of the state that these workers hold together, over which its hash is computed."""
     parts = [undigested(0, state.holding(), everything) for state in states]
     trained = states[0].trained
     names = [name for name, _ in trained.weights]
-    return state_sha256(hashed(with_rows(parts, names, trained.units, trained.mastered)))
+    return hashed(with_rows(parts, names, trained.units, trained.mastered))
+
+
+def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of the tensors that are not the same bits."""
+    hashes = [{name: state_sha256({name: value}) for name, value in one.items()} for one in (found, expected)]
+    return sorted(name for name in found.keys() | expected.keys() if hashes[0].get(name) != hashes[1].get(name))
 
 
 class Sharded:
@@ -182,6 +188,8 @@ class Sharded:
         self.named = 0
         self.deaths = self.moved = 0
         self.broken = False
+        self.told: list[str] = []
+        """What happened in each step."""
 
     def join(self) -> str:
         name = f"w{self.named}"
@@ -246,7 +254,7 @@ class Sharded:
         members = [*self.members]
         round_ = Round(len(members), draw, kill_after)
         hosted = host_shards(SHARDS, len(members))
-        step, metrics, dead = self.held + 1, dict[str, float](), list[str]()
+        step, metrics, dead, failures = self.held + 1, dict[str, float](), list[str](), list[BaseException]()
 
         def run(rank: int, name: str) -> None:
             steps, world = self.members[name], GroupWorld(rank, round_)
@@ -263,6 +271,9 @@ class Sharded:
                 except Killed:
                     self.broken = True
                     dead.append(name)
+                except BaseException as error:
+                    failures.append(error)
+                    round_.broken = True
 
         threads = [threading.Thread(target=run, args=one) for one in enumerate(members)]
         for thread in threads:
@@ -270,6 +281,8 @@ class Sharded:
         for thread in threads:
             thread.join(60)
             assert not thread.is_alive(), "a worker is stuck"
+        if failures:
+            raise failures[0]
         for name in dead:
             del self.members[name]
             self.deaths += 1
@@ -279,4 +292,6 @@ class Sharded:
         for one in self.members.values():
             if one.state.ready == newest and one.state.last_applied == newest - 1:
                 one.state.finish(squares)
+        left = {name: (one.state.last_applied, one.state.complete) for name, one in self.members.items()}
+        self.told.append(f"step {step}, {incomplete=}: {dead} died after {kill_after} calls, then {left}")
         return metrics
