@@ -1,11 +1,11 @@
 """Decide which members of a ring hold which rows of a sharded state, and who sends them to the others. Pure.
 
-The rows of all sharded tensors, in order, are cut into as many segments of equal size as there are members; where each
-layer is gathered by itself, those of each layer, so that all members send alike. With h
-holders, member i holds the segments i to i + h - 1, cyclically: each segment is then held h times. After a loss the
-others go on with what they hold, so that nothing moves while the training stands still; `shortage` is what is then held
-too seldom. ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020) is the case of one holder.
+The rows of all sharded tensors, in order, are cut into as many segments of equal size as there are members. Where each
+layer is gathered by itself, the rows of each layer are, so that all members send equally much of it. With h holders,
+member i holds the segments i to i + h - 1, cyclically: each segment is then held h times. After a loss the others go on
+with what they hold, so that nothing moves while the training stands still; `shortage` is what is then held too seldom.
+ZeRO stage 1 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020) is
+the case of one holder.
 """
 
 from __future__ import annotations

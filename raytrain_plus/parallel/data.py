@@ -43,8 +43,8 @@ class Gradients:
         """Allocate the buckets and make their views the gradients of the parameters, unless that `waits`.
 
         `rider` returns how many numbers of a floating-point type are summed with the first bucket. `make_wire`: how the
-        buckets travel. `label` separates these sums from those of other parts of the model. `device`:
-        where the rider is if there are no parameters.
+        buckets travel. `label` separates these sums from those of other parts of the model. `device`: where
+        the rider is if there are no parameters.
         """
         self._label = label
         self._device = device

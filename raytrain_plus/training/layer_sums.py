@@ -47,6 +47,7 @@ class LayerSums(StepSums):
         """The tied weights."""
         self._read: list[ExactSum] = []
         self._measured: list[tuple[list[str], Norms]] = []
+        """Names and norms of the gradients that are summed."""
         self._absent: set[str] = set()
         self._flushed = 0
 

@@ -19,7 +19,6 @@ from raytrain_plus.membership.owners import balanced, kept
 from raytrain_plus.membership.pieces import union
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.state.named import state_sha256
-from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import hashed, undigested, with_rows
 from raytrain_plus.training.build import whole_steps
@@ -189,7 +188,7 @@ class Sharded:
         self.deaths = self.moved = 0
         self.broken = False
         self.told: list[str] = []
-        """What happened in each step."""
+        """A line for each step: who died in it, and what the others had after it."""
 
     def join(self) -> str:
         name = f"w{self.named}"
@@ -220,8 +219,7 @@ class Sharded:
         while len(self.members) < size:
             self.join()
         state = self.members[able[0]].state
-        rows, units = state.trained.rows, state.trained.units
-        row_bytes = {OF_ROWS + name: value.nbytes // max(1, units[name]) for name, value in state.trained.weights}
+        rows, row_bytes = state.trained.rows, state.trained.row_bytes
         held = {name: self.members[name].state.trained.owned for name in able if best >= 0}
         members = [*self.members]
         decide = kept(rows, row_bytes, members, held) if self.broken else None

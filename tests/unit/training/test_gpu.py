@@ -140,6 +140,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+def make_one_step(steps: SynchronousSteps, reads: list[int]) -> None:
+    """Make a step of two shards, after the first ones, in which the host waits only for `reads`."""
+    trained(steps, 4, 2)
+    given = batches(4, range(2))
+    reads.clear()
+    with no_waits():
+        steps.run(4, given, context(SoloWorld()))
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     """The settings of `reduction: exact`, for one test."""
@@ -239,11 +248,7 @@ def test_compiled_layers_learn_as_others_do() -> None:
 
 def test_compiled_layers_make_the_host_wait_once(reads: list[int]) -> None:
     steps = whole_steps(state_of(2, technique=Technique(Precision("bf16", DEVICE), compiled=True)))
-    trained(steps, 4, 2)
-    given = batches(4, range(2))
-    reads.clear()
-    with no_waits():
-        steps.run(4, given, context(SoloWorld()))
+    make_one_step(steps, reads)
     assert len(reads) == 1
 
 
@@ -380,10 +385,6 @@ def test_weights_in_pieces_have_memory_only_while_their_layer_computes() -> None
 def test_weights_in_pieces_make_the_host_wait_twice(reads: list[int]) -> None:
     steps = in_layers(Classify(), 2)
     steps.state.begin_with(steps.state.trained.rows)
-    trained(steps, 4, 2)
-    given = batches(4, range(2))
-    reads.clear()
-    with no_waits():
-        steps.run(4, given, context(SoloWorld()))
+    make_one_step(steps, reads)
     # For the weight of the shards, and for the norms of all layers.
     assert len(reads) == 2

@@ -12,13 +12,14 @@ from raytrain_plus.training.randomness import make_deterministic
 from raytrain_plus.training.technique import PLAIN, Technique
 from tests.unit.training.sharded import HOLDERS, STEPS, Sharded, differing, joined, whole
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def deterministic() -> None:
     make_deterministic()
 
 
-CPU = torch.device("cpu")
 TECHNIQUES = {
     "plain": PLAIN,
     "masters and averages": Technique(Precision("bf16-params", CPU), decay=0.9),
