@@ -28,6 +28,12 @@ TECHNIQUES = {
 
 
 FULL = pytest.mark.parametrize("full", [False, True], ids=["optimizer", "full"])
+# Weights in pieces take several times as long: their further seeds are for the slow tests.
+SEEDS = [
+    *(pytest.param(seed, False, id=f"{seed}-optimizer") for seed in range(4)),
+    pytest.param(0, True, id="0-full"),
+    *(pytest.param(seed, True, id=f"{seed}-full", marks=pytest.mark.slow) for seed in range(1, 4)),
+]
 
 
 @FULL
@@ -47,9 +53,8 @@ def test_any_number_of_workers_has_the_bits_of_one(technique: Technique, size: i
     assert all(one != group.members["w0"].state.trained.rows for one in owned) == (size > HOLDERS)
 
 
-@FULL
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "full"), SEEDS)
 def test_deaths_and_newcomers_at_any_moment_change_no_bit(technique: Technique, seed: int, full: bool) -> None:
     expected, _ = whole(technique, full)
     draw = random.Random(seed)
