@@ -57,6 +57,16 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
+def host_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy of a tensor in memory of the host that copies to and from `device` need not wait for."""
+    return host_room(tensor.shape, tensor.dtype, device).copy_(tensor.detach())
+
+
+def host_room(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return such memory, with undefined values."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+
+
 def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device. Neither waits for the other."""
     if device.type != "cuda":

@@ -18,6 +18,9 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]
 Sharded = Literal["none", "optimizer", "full"]
 """What of the training state each worker holds in part."""
 
+Offload = Literal["none", "optimizer"]
+"""What of the training state is in the host's memory, not in the GPU's."""
+
 Recompute = Literal["none", "selective", "full"] | Sequence[str]
 """Which layers are computed again in backward passes: all, or those of these names."""
 

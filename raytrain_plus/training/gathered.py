@@ -72,7 +72,7 @@ class Gathered:
         for value in weights.values():
             value.untyped_storage().resize_(value.nbytes)
         for name, parameter, place in self._trained.places(weights):
-            place.copy_(parameter.detach() if self._values is None else self._values[name])
+            place.copy_(parameter.detach() if self._values is None else self._values[name], non_blocking=True)
         if self._spreads is not None and weights:
             what = f"the weights of layer {layer + 1} of {len(self._layers)}"
             self._under_way[layer] = self._spreads[layer].begin(weights, f"layer.{layer}", what, context)

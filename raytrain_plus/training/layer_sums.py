@@ -7,8 +7,7 @@ all layers are summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -39,10 +38,9 @@ class LayerSums(StepSums):
         device: torch.device,
     ) -> None:
         """Prepare the sums of these parts, one for each layer; `head` has no gradients, and carries the rider."""
-        super().__init__(parts, trained.weights, tied, shards=shards, device=device)
+        super().__init__(parts, trained, tied, shards=shards, device=device)
         self.head = head
         self.rider = Rider(head, [part.buffers for part in parts], shards)
-        self._rows = trained
         self._kept = {name for names in self._tied for name in names}
         """The tied weights."""
         self._read: list[ExactSum] = []
@@ -157,24 +155,9 @@ class LayerSums(StepSums):
                 value.grad = None
         return left
 
+    def hand_over(self) -> None:
+        """Do nothing: it is done."""
+
     def norms(self) -> GradientNorms:
         """See `StepSums.norms`."""
         return GradientNorms([], [part.buffers for part in self._parts], self._measured)
-
-    def scale(self, factor: float) -> None:
-        """See `StepSums.scale`."""
-        for _, parameter in self._rows.named:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-
-    @contextmanager
-    def without(self, names: Collection[str]) -> Iterator[None]:
-        """See `StepSums.without`."""
-        hidden = [(parameter, parameter.grad) for weight in names for parameter in self._rows.parameters_of(weight)]
-        for parameter, _ in hidden:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in hidden:
-                parameter.grad = gradient

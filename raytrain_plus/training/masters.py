@@ -1,16 +1,21 @@
-"""The float32 weights that the optimizer changes, where the model's own are bfloat16 copies: `precision: bf16-params`.
+"""The weights that the optimizer changes, where the model's own are copies: `precision: bf16-params`, and `offload`.
 
-The masters are the committed state; the copies can be made from them at any time, and are after every change. Gradients
-are summed in float32 from the first microbatch on. Frozen parameters stay as they are, because a copy would only take
-memory. See Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1.
+The masters are the committed state; the copies can be made from them at any time, and are after every change. Frozen
+parameters have none, because a copy would only take memory.
+
+With bfloat16 copies, masters are float32, and gradients are summed in float32 from the first microbatch on:
+Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.1. With `offload: optimizer`, masters are in the
+host's memory, and so is what the optimizer keeps beside them: Ren et al., "ZeRO-Offload", ATC 2021.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+
+from raytrain_plus.device_copies import host_copy
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -28,3 +33,10 @@ def to_bfloat16(named: Named) -> dict[str, nn.Parameter]:
             value.data = value.detach().to(torch.bfloat16)
             value.grad_dtype = torch.float32
     return masters
+
+
+def to_host(named: Named, masters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:
+    """Return the masters in the host's memory of all trained parameters on `device`, which have `masters` or none."""
+    return {
+        name: nn.Parameter(host_copy(masters.get(name, value), device)) for name, value in named if value.requires_grad
+    }

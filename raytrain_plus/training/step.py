@@ -191,6 +191,8 @@ class SynchronousSteps:
         if settled:
             sums.take_means(weight)
         absent = sums.add_tied(self.passes.exchange_tied, settled, sums.without_gradient())
+        if settled:
+            sums.hand_over()
         return _Means(absent, sums.norms())
 
     def _next_try(self, step: int, one: _Try, half: LossScale | None, status: SumStatus, context: StepContext) -> _Try:

@@ -24,6 +24,7 @@ from raytrain_plus.training.norms import Norms
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.step_metrics import OwnMetrics, check_same, means, number_of
+from raytrain_plus.training.trained import Trained
 from raytrain_plus.training.verdict import BUFFER, Fault
 
 
@@ -33,7 +34,7 @@ class StepSums:
     def __init__(
         self,
         parts: Sequence[ModelPart],
-        trained: Sequence[tuple[str, nn.Parameter]],
+        trained: Trained,
         tied: Mapping[str, str],
         *,
         shards: int,
@@ -41,13 +42,14 @@ class StepSums:
     ) -> None:
         """Prepare the sums of these parts.
 
-        `trained`: the parameters of the parts that are trained, in order. `tied`: parameters of the whole model that
-        are copies -> the parameters they copy.
+        `trained`: the weights of the parts that are trained. `tied`: parameters of the whole model that are copies ->
+        the parameters they copy.
         """
         self._parts = parts
-        self._trained = trained
+        self._rows = trained
+        self._trained = trained.weights
         self._copies = tied.keys()
-        own = dict(trained)
+        own = dict(self._trained)
         self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
         self._shards = shards
         self._device = device
@@ -186,7 +188,12 @@ class StepSums:
     @contextmanager
     def without(self, names: Collection[str]) -> Iterator[None]:
         """Hide the gradients of these parameters while the context is open."""
-        hidden = [(value, value.grad) for name, value in self._trained if name in names]
+        hidden = [
+            (value, value.grad)
+            for name, weight in self._trained
+            if name in names
+            for value in (self._rows.parameters_of(name) if self._rows.keeps_gradients else [weight])
+        ]
         for value, _ in hidden:
             value.grad = None
         try:
@@ -227,6 +234,11 @@ class StepSums:
             absent = absent.difference(names)
         return absent
 
+    def hand_over(self) -> None:
+        """Begin to copy the gradients to where the optimizer is, if that is elsewhere."""
+        if self._rows.keeps_gradients:
+            self._rows.keep_gradients({name: _gradient(value) for name, value in self._trained})
+
     def norms(self) -> GradientNorms:
         """Measure the norm of each parameter's gradient, tied parameters once, and of the buffers' changes."""
         trained = [(name, _gradient(value)) for name, value in self._trained if name not in self._copies]
@@ -234,6 +246,9 @@ class StepSums:
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
+        if self._rows.keeps_gradients:
+            self._rows.scale_gradients(factor)
+            return
         for part in self._parts:
             part.gradients.scale(factor)
 

@@ -1,4 +1,4 @@
-"""How a job makes its passes, in one value: precision, layers that are compiled or computed again, averages."""
+"""How a job makes its steps, in one value: precision, layers compiled or computed again, averages, offload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.job.settings import Job
 from raytrain_plus.training.compiled import compile_layers
-from raytrain_plus.training.masters import to_bfloat16
+from raytrain_plus.training.masters import to_bfloat16, to_host
 from raytrain_plus.training.model import Built
 from raytrain_plus.training.precision import FP32, Precision
 from raytrain_plus.training.recompute import recompute_layers
@@ -19,7 +19,7 @@ from raytrain_plus.training.recompute import recompute_layers
 
 @dataclass(frozen=True, slots=True)
 class Technique:
-    """See the module docstring; the default is a plain pass."""
+    """See the module docstring; the default is a plain step."""
 
     precision: Precision = FP32
     recompute: Recompute = "none"
@@ -28,6 +28,8 @@ class Technique:
     """Whether the shapes of batches vary, which compiled layers must know beforehand."""
     decay: float | None = None
     """That of the weights' averages (`averages`), if any are kept."""
+    offloads: bool = False
+    """Whether the optimizer, with the weights that it changes, is in the host's memory."""
 
     def apply(self, built: Built, recall: Callable[[str], None] = lambda layer: None) -> dict[str, nn.Parameter]:
         """Change a model, or layers of it, in place; return the masters of its parameters (`masters`), by name.
@@ -38,6 +40,8 @@ class Technique:
         named = list(built.module.named_parameters())
         self.precision.check_parameters(named)
         masters = to_bfloat16(named) if self.precision.has_masters else {}
+        if self.offloads:
+            masters = to_host(named, masters, self.precision.device)
         layers = {name: built.module.get_submodule(name) for name in built.layers}
         if self.compiled:
             compile_layers(layers or {"": built.module}, self.recompute, varying=self.varying)
@@ -46,7 +50,7 @@ class Technique:
 
 
 PLAIN = Technique()
-"""Float32 passes that keep everything."""
+"""Float32 passes that keep everything, and an optimizer on the same device."""
 
 
 def technique_of(job: Job, device: torch.device) -> Technique:
@@ -57,4 +61,5 @@ def technique_of(job: Job, device: torch.device) -> Technique:
         compiled=job.compile,
         varying=job.data.collate in ("pad", "pack"),
         decay=None if job.ema is None else job.ema.decay,
+        offloads=job.offload == "optimizer",
     )

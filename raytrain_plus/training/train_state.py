@@ -110,7 +110,13 @@ class TrainState:
         self.division = division
         undivided = () if division is None else division.undivided
         trained = [(name, value) for name, value in named if value.requires_grad]
-        self.trained = Trained(trained, masters, undivided, gathered=rebuild is not None)
+        self.trained = Trained(
+            trained,
+            masters,
+            undivided,
+            gathered=rebuild is not None,
+            copies=StateCopies(device) if technique.offloads else None,
+        )
         """The weights that the optimizer changes here."""
         self.optimizer: torch.optim.Optimizer | None = None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
@@ -300,6 +306,7 @@ class TrainState:
     def discard(self) -> None:
         """Hold no state from now on: what is held here belongs to no run."""
         self.last_applied = self._held = self._ended = None
+        self.trained.await_copies()
 
     def adopt(self, snapshot: transfer.Snapshot) -> None:
         """Replace the state by another worker's."""
@@ -352,9 +359,11 @@ class TrainState:
         averages = dict(self._averages.named)
         if self.gathered is not None:
             return self.gathered.holding(averages)
-        if self.exchange is not None and context is not None:
+        exchange = None if context is None else self.exchange
+        if exchange is not None or self.technique.offloads:
             whole = self.trained.whole(averages)
-            self.exchange.run(whole, "averages", "the averages of weights that other workers change", context)
+            if exchange is not None and context is not None:
+                exchange.run(whole, "averages", "the averages of weights that other workers change", context)
             averages = {name: nn.Parameter(value, requires_grad=False) for name, value in whole.items()}
         return self._averages.in_model(averages)
 
@@ -395,7 +404,7 @@ class TrainState:
     def _sums(self, exact: bool, make_wire: MakeWire) -> StepSums:
         """Return the sums of a step, and prepare the gathering of weights if they are to be gathered."""
         if self._rebuild is None:
-            return StepSums(self.parts, self.trained.weights, self.tied, shards=self.shards, device=self.device)
+            return StepSums(self.parts, self.trained, self.tied, shards=self.shards, device=self.device)
         trained = self.trained
         layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
         self.gathered = Gathered(trained, layers)

@@ -108,6 +108,7 @@ class OverlappingSteps:
         totals = sums.totals(self.passes.metrics, step, context)
         absent = sums.without_gradient()
         sums.take_means(totals.weight)
+        sums.hand_over()
         status = SumStatus(True, sums.norms().squares())
         if not status.fit:
             status = replace(status, fault=sums.first_fault(search, self.passes.chunks, step, context))

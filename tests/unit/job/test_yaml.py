@@ -368,6 +368,7 @@ FREE = {
     "checkpoint.keep_best": "{metric: loss}",
     "evaluate": "{path: x, every_steps: 3}",
     "recompute": "full",
+    "offload": "optimizer",
     "profile": "{steps: [2, 4]}",
     "trackers": "[mlflow]",
     "storage": "elsewhere",
@@ -397,6 +398,14 @@ def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Pat
     assert older != job.to_yaml()
     assert job.same_as(older) == []
     assert load(tmp_path, GOOD, "data.on_error=skip").same_as(older) == ["data.on_error"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_where_the_optimizer_runs_belongs_to_a_job_on_gpus(tmp_path: Path, gpus: int) -> None:
+    before, after = (load(tmp_path, GOOD, f"workers.gpus={gpus}", f"offload={one}") for one in ("none", "optimizer"))
+    assert after.same_as(before.to_yaml()) == ["offload"] * gpus
+    older = "".join(line for line in before.to_yaml().splitlines(True) if not line.startswith("offload:"))
+    assert before.same_as(older) == []
 
 
 @pytest.mark.parametrize(

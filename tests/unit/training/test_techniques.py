@@ -25,6 +25,7 @@ TECHNIQUES = {
     "recompute full": Technique(recompute="full"),
     "recompute selective": Technique(recompute="selective"),
     "ema": Technique(decay=0.9),
+    "offloaded": Technique(Precision("bf16-params"), decay=0.9, offloads=True),
 }
 STAGES = Shape(1, 2)
 
@@ -33,7 +34,8 @@ STAGES = Shape(1, 2)
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_stages_have_the_bits_of_one_worker(name: str, schedule: Schedule) -> None:
     technique = TECHNIQUES[name]
-    # Layers that are computed again change no bit, so one worker computes each of them once.
+    # Layers that are computed again change no bit, so one worker computes each of them once; nor does the optimizer's
+    # place.
     applied, state = alone(exact=True, technique=Technique(technique.precision, decay=technique.decay))
     assert any(key.startswith("ema/") for key in state) == (technique.decay is not None)
     told = together(STAGES, schedule, exact=True, technique=technique)
