@@ -121,7 +121,7 @@ class Report:
     kept: bool = False
     """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
     sharded: tuple[str, ...] = ()
-    """What each worker holds of the optimizer's state, and which losses cost steps, if that state is sharded."""
+    """What each worker holds of a sharded training state, and which losses cost steps."""
 
     @property
     def most_stages(self) -> int:
@@ -289,6 +289,10 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     sample_order = sample_order_of(job, seen)
     check_profiled(job, sample_order.steps)
     trial = None if trying is None else trying.result()
+    if trial and trial.state:
+        apart = bool(job.workers.gpus)
+        state = {size.workers: trial.state.of(job, size.workers, apart=apart) for size in sizes}
+        sharded = sharded_lines(job.parallel, list(state), state)
     partition, misfits = _forecast(job, trial.layers, sizes[-1], table) if trial and trial.layers else (None, ())
     return Report(
         job.name,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job, Parallel
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, first_layers_fault, schedule_fault
+from raytrain_plus.storage.size_text import size_text
 
 PASSES_ON_A_GPU = 2
 """The most shards of one replica that `validate` leaves without a word, if workers have GPUs."""
@@ -65,12 +66,15 @@ def many_passes(job: Job, replicas: int) -> str:
     )
 
 
-def sharded_lines(parallel: Parallel, sizes: Sequence[int]) -> tuple[str, ...]:
-    """Return what each worker holds of a sharded optimizer's state, and which losses cost steps; empty if it is not.
+def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, int] | None = None) -> tuple[str, ...]:
+    """Return what each worker holds of a sharded state, and which losses cost steps; empty if it is not sharded.
 
-    >>> for line in sharded_lines(Parallel(sharded="optimizer"), [1, 2, 8]):
+    `state`: the bytes of the training state on each of so many workers, if known.
+
+    >>> for line in sharded_lines(Parallel(sharded="optimizer"), [1, 2, 8], {1: 1_600_000, 2: 1_600_000, 8: 1_000_000}):
     ...     print(line)
     optimizer's state: all of it on each of 1 or 2 workers, 25 % on each of 8
+    training state of a worker: 1.6 MB with 1 worker, 1.0 MB with 8
     any one worker can be lost without a step; if both holders of a row are lost at once, the newest checkpoint is used
     """
     if parallel.sharded == "none":
@@ -91,7 +95,13 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int]) -> tuple[str, ...]:
         losses = (
             f"{count} can be lost without a step; if {several} of a row are lost at once, the newest checkpoint is used"
         )
-    return f"optimizer's state: {', '.join(parts)}", losses
+    what = "optimizer's state" if parallel.sharded == "optimizer" else "weights, gradients and optimizer's state"
+    lines = [f"{what}: {', '.join(parts)}"]
+    if state is not None:
+        few, most = min(state), max(state)
+        least = f", {size_text(state[most])} with {most}" if most > few else ""
+        lines.append(f"training state of a worker: {size_text(state[few])} with {few} worker{'s' * (few > 1)}{least}")
+    return *lines, losses
 
 
 def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:

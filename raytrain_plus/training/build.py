@@ -11,8 +11,10 @@ from torch import nn
 from raytrain_plus.data.collate import set_collate
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, run_facts
+from raytrain_plus.membership.owners import balanced
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.pipeline.layout import Chunks
+from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
@@ -50,7 +52,8 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         check_layers(job.recompute, built[0].layers)
     division = None
     if job.parallel.sharded != "none":
-        division = divide(task, _trained(build_layers(task, job.seed, device) if full else built))
+        parts = build_layers(task, job.seed, device) if full else built
+        division = divide(task, _trained(parts), on_host=job.offload == "optimizer")
     state = TrainState(
         task,
         built,
@@ -78,6 +81,15 @@ def whole_steps(state: TrainState, *, skip_nonfinite: bool = False) -> Synchrono
     """Return the steps of a worker that computes the whole model; `skip_nonfinite`: see `SynchronousSteps`."""
     passes: Passes = WholePasses(state) if state.gathered is None else layer_passes(state)
     return SynchronousSteps(state, passes, skip_nonfinite=skip_nonfinite)
+
+
+def own_share(job: Job, state: TrainState) -> None:
+    """Let a whole model's optimizer change only what it does on a worker of the job's largest group."""
+    names = [str(number) for number in range(most_workers(job))]
+    if job.parallel.sharded == "optimizer":
+        trained = state.trained
+        nodes = dict.fromkeys(names, "")
+        state.own(balanced(trained.rows, trained.row_bytes, names, job.parallel.holders, nodes, {})[names[0]])
 
 
 def initial_sums(state: TrainState) -> tuple[float, ...]:

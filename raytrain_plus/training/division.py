@@ -35,16 +35,18 @@ class Division:
     """The bytes of each weight's optimizer state: of a row, or of the whole if it is undivided."""
 
 
-def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> Division:
+def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]], *, on_host: bool = False) -> Division:
     """Return how the state of the task's optimizer can be divided among workers.
 
-    `named`: the trained parameters; each is looked at before the next one is asked for, and not kept. Raises
-    `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight whose
-    name could be that of rows, or of a tensor in the optimizer's state.
+    `named`: the trained parameters; each is looked at before the next one is asked for, and not kept. `on_host`:
+    whether the optimizer runs in the host's memory, wherever they are. Raises `TaskError` if a weight's change depends
+    on other weights: then it cannot be divided at all; and for a weight whose name could be that of rows, or of a
+    tensor in the optimizer's state.
     """
     copies, wholes = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in named:
-        copies[name], wholes[name] = _copy(value), torch.empty_like(value, device="meta")
+        copy = _copy(value)
+        copies[name], wholes[name] = copy.cpu() if on_host else copy, torch.empty_like(value, device="meta")
         if "/" in name or parse_rows(name).last is not None:
             raise TaskError(
                 f"the parameter '{name}' has a name that a sharded state cannot have",
@@ -55,6 +57,26 @@ def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> Division:
     device = next(iter(copies.values())).device if copies else torch.device("cpu")
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _divided(task, copies, wholes)
+
+
+def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> int:
+    """Return the bytes of the state that the task's optimizer keeps of whole parameters, after a few steps.
+
+    `named`: the model's parameters, which may be without values. Errors of the optimizer propagate.
+    """
+    trained = {name: value for name, value in named if value.requires_grad}
+    shapes = {name: _few(value) for name, value in trained.items()}
+    with torch.random.fork_rng([]):
+        copies = {
+            name: _gradient(name, 0, torch.empty(shapes[name], dtype=one.dtype), 0) for name, one in trained.items()
+        }
+        _, state = _changed(task, {name: [value] for name, value in copies.items()})
+        return sum(
+            _bytes_of(state[name]) // max(1, copies[name].numel()) * value.numel()
+            if _by_rows(state[name], copies[name])
+            else _whole_bytes(task, name, torch.zeros(value.shape, dtype=value.dtype))
+            for name, value in trained.items()
+        )
 
 
 def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]) -> Division:
@@ -82,16 +104,21 @@ def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str
                 )
     sizes = {name: _bytes_of(state[name]) // max(1, len(copies[name])) for name in names if name not in undivided}
     for name in undivided:
-        value = torch.zeros_like(wholes[name], device=copies[name].device)
-        sizes[name] = _bytes_of(_changed(task, {name: [value]})[1][name])
+        sizes[name] = _whole_bytes(task, name, torch.zeros_like(wholes[name], device=copies[name].device))
     return Division(undivided, sizes)
 
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
     """Return a small copy of a weight, with the values of its first rows."""
+    few = _few(value)
+    return value.detach()[: few[0]].clone() if few else value.detach().clone()
+
+
+def _few(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a small copy of a weight."""
     if not value.dim():
-        return value.detach().clone()
-    return value.detach()[: ROWS if value.dim() > 1 else LONG].clone()
+        return ()
+    return min(len(value), ROWS if value.dim() > 1 else LONG), *value.shape[1:]
 
 
 def _cut(value: torch.Tensor) -> list[torch.Tensor]:
@@ -136,6 +163,11 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _by_rows(state: Mapping[str, object], value: torch.Tensor) -> bool:
     """Return whether an optimizer's state of a weight is one value for each of the weight, or one for all."""
     return all(one.shape == value.shape or not one.dim() for one in state.values() if isinstance(one, torch.Tensor))
+
+
+def _whole_bytes(task: Task, name: str, value: torch.Tensor) -> int:
+    """Return the bytes of the optimizer's state of this whole weight."""
+    return _bytes_of(_changed(task, {name: [value]})[1][name])
 
 
 def _bytes_of(state: Mapping[str, object]) -> int:

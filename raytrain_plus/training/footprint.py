@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import resource
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import torch
-from torch import nn
 
 from raytrain_plus.torch_compat import CreatedStorages
 
@@ -48,10 +50,45 @@ def through(small: tuple[int, float], large: tuple[int, float]) -> Footprint:
 
 
 def total_memory(device: torch.device | None = None) -> int:
-    """Return the bytes of memory of a GPU; for a CPU or None, of this machine."""
+    """Return the bytes of memory of a GPU; for a CPU or None, those that this process can have at most.
+
+    They are this machine's, or fewer where a control group (a container) or `ulimit` sets a limit.
+    """
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    return int(psutil.virtual_memory().total)
+    return min(int(psutil.virtual_memory().total), *_group_limits(), *_own_limits())
+
+
+def held_memory(device: torch.device) -> int:
+    """Return the bytes of memory in use on a GPU by tensors; on a CPU, by this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
+def _group_limits() -> Iterator[int]:
+    """Yield the limits of the control groups that contain this process, of both versions of the kernel's interface."""
+    mine: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        mine = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    for controller, root, file in (
+        ("", "/sys/fs/cgroup", "memory.max"),
+        ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+    ):
+        group = Path(root, mine.get(controller, "/").lstrip("/"))
+        for folder in (group, *group.parents):
+            # In a container the folder of its own group may be the root.
+            with contextlib.suppress(OSError, ValueError):
+                yield int((folder / file).read_text())
+
+
+def _own_limits() -> Iterator[int]:
+    """Yield the limits of this process: what it has, and what it can still add under each of its limits."""
+    now = psutil.Process().memory_info()
+    for kind, used in ((resource.RLIMIT_AS, now.vms), (resource.RLIMIT_DATA, now.data)):
+        limit, _ = resource.getrlimit(kind)
+        if limit != resource.RLIM_INFINITY:
+            yield now.rss + max(0, limit - used)
 
 
 def kept_bytes(forward: Callable[[], object]) -> int:
@@ -64,18 +101,13 @@ def kept_bytes(forward: Callable[[], object]) -> int:
 
 
 def measure_footprint(
-    device: torch.device, module: nn.Module, forward: Callable[[int], object], small: int, large: int
+    device: torch.device, forward: Callable[[int], object], small: int, large: int, to_come: int
 ) -> Footprint:
     """Measure what a step needs; `forward` runs a forward pass with that many rows and returns its loss.
 
-    Fixed are the memory that is in use now, on a CPU that of this process, and an optimizer with two values for each
-    trained weight. What the forward pass keeps grows with the rows; values that live only within an operation are not
-    counted.
+    Fixed are the memory that is in use now, on a CPU that of this process, and the bytes `to_come`, such as the
+    optimizer's state. What the forward pass keeps grows with the rows; values that live only within an operation are
+    not counted.
     """
     kept = through(*((rows, float(kept_bytes(partial(forward, rows)))) for rows in (small, large)))
-    if device.type == "cuda":
-        held = torch.cuda.memory_allocated(device)
-    else:
-        held = psutil.Process().memory_info().rss
-    trained = sum(value.nbytes for value in module.parameters() if value.requires_grad)
-    return Footprint(kept.fixed + held + 2 * trained, kept.per_row)
+    return Footprint(kept.fixed + held_memory(device) + to_come, kept.per_row)

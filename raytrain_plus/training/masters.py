@@ -28,11 +28,20 @@ def to_bfloat16(named: Named) -> dict[str, nn.Parameter]:
     """
     masters = {}
     for name, value in named:
-        if value.requires_grad and value.dtype == torch.float32 and value.dim() > 1:
+        if _is_rounded(value):
             masters[name] = nn.Parameter(value.detach().clone())
             value.data = value.detach().to(torch.bfloat16)
             value.grad_dtype = torch.float32
     return masters
+
+
+def copy_bytes(value: nn.Parameter) -> int:
+    """Return the bytes of a parameter, given as the task builds it, once `to_bfloat16` has rounded it or left it."""
+    return value.numel() * torch.bfloat16.itemsize if _is_rounded(value) else value.nbytes
+
+
+def _is_rounded(value: nn.Parameter) -> bool:
+    return value.requires_grad and value.dtype == torch.float32 and value.dim() > 1
 
 
 def to_host(named: Named, masters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, nn.Parameter]:

@@ -23,7 +23,7 @@ from raytrain_plus.data.reader import Microbatch, microbatch_rows
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.data.unusable import joined, usable
 from raytrain_plus.device_copies import to_device
-from raytrain_plus.errors import InputError, RaytrainError, TaskError, TrainingError
+from raytrain_plus.errors import RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
     out_of_memory,
@@ -34,15 +34,16 @@ from raytrain_plus.job.task_loader import (
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
-from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import graph_breaks
-from raytrain_plus.training.build import build_state, initial_sums, task_of, whole_steps
+from raytrain_plus.training.build import build_state, initial_sums, own_share, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.footprint import Footprint, measure_footprint, total_memory
+from raytrain_plus.training.fits import check_fits, check_layers_fit, fitting_state
+from raytrain_plus.training.footprint import Footprint, held_memory, measure_footprint, total_memory
 from raytrain_plus.training.loss import TaskLoss, held_out_metrics, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
 from raytrain_plus.training.metric_sums import checked, numbers
@@ -51,6 +52,7 @@ from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
+from raytrain_plus.training.state_size import StateSize, share_of
 from raytrain_plus.training.step import UNDEFINED
 from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control
@@ -99,6 +101,8 @@ class Trial:
     """The sum of each of the model's initial values, for `check_alike`; empty for a model in stages."""
     layers: tuple[Layer, ...] = ()
     """The cost of each layer, if the model is to be partitioned into stages."""
+    state: StateSize | None = None
+    """The size of the training state; None if it is not known, or is partitioned into stages."""
     shard_cost: ShardCost | None = None
     """The cost of a shard beside its passes; None if it was not measured."""
 
@@ -168,24 +172,39 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     Raises the errors of `build_task`, `try_whole` and `try_layers`.
     """
     set_random_key(random_key(job.seed, "task"))
+    room = total_memory(device)
+    size = None
+    if job.parallel.pipeline == 1:
+        size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
     if not job.parallel.by_layer:
-        return try_whole(job, task, device, rows, held_out, total_memory(device))
-    return try_layers(job, task, device, rows, held_out)
+        return replace(try_whole(job, task, device, rows, held_out, room, size), state=size)
+    return replace(try_layers(job, task, device, rows, held_out, room, size), state=size)
 
 
-def try_whole(job: Job, task: Task, device: torch.device, rows: Rows, held_out: Rows | None, room: int) -> Trial:
+def try_whole(
+    job: Job,
+    task: Task,
+    device: torch.device,
+    rows: Rows,
+    held_out: Rows | None,
+    room: int,
+    size: StateSize | None = None,
+) -> Trial:
     """Build the whole model, make a step of one real microbatch, and evaluate one held-out microbatch.
 
     `task`: used for nothing else, because it may keep the model. `room`: bytes of memory of the device or machine.
+    `size`: that of the training state, if known. Of a sharded state, the part of one of the most workers is built.
     Raises `TaskError` for whatever the task raises, and `InputError` if a microbatch does not fit into memory.
     """
     check_signatures(task)
     with explained(job, task):
         state = build_state(job, task, device)
-    steps, initial = whole_steps(state, skip_nonfinite=True), initial_sums(state)
+    initial = initial_sums(state)
+    own_share(job, state)
+    steps = whole_steps(state, skip_nonfinite=True)
     wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
-    found = _footprint(job, task, state, rows, device) if wanted > LARGE else None
+    found = _footprint(job, task, state, rows, device, size) if wanted > LARGE else None
     count, need = wanted, None
     if found is not None:
         footprint, row_s = found
@@ -237,12 +256,22 @@ def check_alike(trial: Trial, state: TrainState, where: str) -> None:
         )
 
 
-def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
+def try_layers(
+    job: Job,
+    task: Task,
+    device: torch.device,
+    rows: Rows,
+    held_out: Rows | None,
+    room: int = 0,
+    size: StateSize | None = None,
+) -> Trial:
     """Do the same layer by layer, for a model that may fit into no single process, and measure each layer.
 
-    The optimizer is made for one layer's parameters at a time. Raises `TaskError` for whatever the task raises.
+    The optimizer is made for one layer's parameters at a time. `room`, `size`: see `try_whole`. Raises `TaskError` for
+    whatever the task raises, and `InputError` if what the layers keep does not fit into memory beside the state.
     """
     check_signatures(task)
+    held = held_memory(device)
     wanted = microbatch_rows(rows.sample_order, job.parallel.microbatches)
     batch = _batch(job, task, rows, wanted)
     start, technique = time.monotonic(), technique_of(job, device)
@@ -250,6 +279,7 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
         classes_of(batch.batch)
         layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps)
         seconds = time.monotonic() - start
+        need = None if size is None else check_layers_fit(job, layers, held, size, device, room)
         few = None if held_out is None else _batch(job, task, held_out, wanted)
         returned = _one_by_one(task, job, technique, batch, few)
     remarks, metrics = _uncompiled(job), {}
@@ -259,7 +289,7 @@ def try_layers(job: Job, task: Task, device: torch.device, rows: Rows, held_out:
         rows=batch.rows,
         of_rows=wanted,
         seconds=seconds,
-        bytes=None,
+        bytes=need,
         metrics=metrics,
         remarks=tuple(remarks),
         layers=layers,
@@ -286,7 +316,7 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
         output = forward(chunk, work, output)
         backward(chunk, output)
         try:
-            stepped |= _optimizer_step(task, module)
+            stepped |= _optimizer_step(task, module, on_host=technique.offloads)
         except ValueError as error:
             # Of the optimizers of single layers, those without any of the parameters that the task chooses are none.
             if "empty parameter list" not in str(error):
@@ -309,9 +339,11 @@ def _summarised(task: Task, returned: Any, rows: int) -> dict[str, float]:
     return {**means, **(numbers(task.summarise(outputs)) if summarised else {})}
 
 
-def _optimizer_step(task: Task, module: nn.Module) -> bool:
+def _optimizer_step(task: Task, module: nn.Module, *, on_host: bool) -> bool:
     """Make a step of the task's optimizer and scheduler; return whether the module has anything to train."""
-    trained = [(name, _summed(value)) for name, value in module.named_parameters() if value.requires_grad]
+    trained = [
+        (name, _changed(value, on_host=on_host)) for name, value in module.named_parameters() if value.requires_grad
+    ]
     if trained:
         optimizer = task.optimizer(trained)
         scheduler = build_scheduler(task, optimizer)
@@ -321,13 +353,13 @@ def _optimizer_step(task: Task, module: nn.Module) -> bool:
     return bool(trained)
 
 
-def _summed(value: nn.Parameter) -> nn.Parameter:
+def _changed(value: nn.Parameter, *, on_host: bool) -> nn.Parameter:
     """Return a trained parameter with the dtype of its gradient, as the optimizer of a run gets it."""
-    dtype = gradient_dtype(value)
-    if value.dtype == dtype:
+    dtype, device = gradient_dtype(value), torch.device("cpu") if on_host else value.device
+    if (value.dtype, value.device) == (dtype, device):
         return value
-    master = nn.Parameter(value.detach().to(dtype))
-    master.grad = value.grad
+    master = nn.Parameter(value.detach().to(device, dtype))
+    master.grad = None if value.grad is None else value.grad.to(device)
     return master
 
 
@@ -337,32 +369,6 @@ class _Evaluated(Alone):
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
         """See `chunk.PassWork`."""
         return held_out_metrics(self._task, model, batch, self.rows(microbatch))
-
-
-def check_fits(job: Job, footprint: Footprint, rows: int, room: int) -> None:
-    """Raise `InputError` if a step with microbatches of `rows` rows needs more than `room` bytes of memory."""
-    need = footprint.at(rows)
-    if not room or need <= room:
-        return
-    most = footprint.most_rows(room)
-    raise InputError(
-        f"a step with a microbatch of {rows:,} rows needs about {size_text(int(need))} of memory, and there are "
-        f"{size_text(room)}",
-        where="data.batch_size",
-        expected=f"at most {most:,} rows in a microbatch" if most else "a model of which one row fits into memory",
-        remedy=_smaller(job, rows, most) if most else "use a larger machine, or a smaller model",
-    )
-
-
-def _smaller(job: Job, rows: int, most: int) -> str:
-    """Return how to make microbatches of at most `most` rows."""
-    per_shard = job.data.batch_size // job.data.shards
-    parts = -(-per_shard // most)
-    batch = most * job.data.shards * job.parallel.microbatches
-    return (
-        f"set parallel.microbatches to {parts:,}, data.shards to at least {-(-job.data.batch_size // most):,}, or "
-        f"data.batch_size to at most {batch:,}"
-    )
 
 
 def describe(batch: Any) -> Described:
@@ -413,10 +419,17 @@ def _speaker(task: Task, error: BaseException) -> str:
 
 
 def _footprint(
-    job: Job, task: Task, state: TrainState, rows: Rows, device: torch.device
+    job: Job, task: Task, state: TrainState, rows: Rows, device: torch.device, size: StateSize | None
 ) -> tuple[Footprint, float] | None:
     """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
+    # Without the size, two values for each weight that is changed here.
+    to_come = sum(2 * value.nbytes for _, value in state.named)
+    if size is not None:
+        to_come = int(size.kept * share_of(job.parallel.holders, most_workers(job)))
+        to_come = size.kept if job.parallel.sharded == "none" else to_come
+    if job.offload == "optimizer" and device.type == "cuda":
+        to_come = 0
     # A task of its own, because one may keep something of its first batch's size.
     other = task_of(job, type(task), rows.sample_order.steps)
 
@@ -431,7 +444,7 @@ def _footprint(
 
     try:
         state.train()
-        return measure_footprint(device, state.module, forward, SMALL, LARGE), seconds
+        return measure_footprint(device, forward, SMALL, LARGE, to_come), seconds
     except Exception:
         # Whatever is wrong is reported with the microbatch that a run would use.
         return None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reader import Microbatch
-from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.build import own_share, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.thread_control import Control
@@ -30,6 +30,7 @@ def warm_up(prepared: Prepared, control: Control) -> None:
     with prepared.feeds.batches((0,), 0, stream=False) as feed:
         batches = feed.get(0, FIRST_STEP_S)
         context = StepContext(world=SoloWorld(), control=Control(), wait_s=FIRST_STEP_S)
+        own_share(prepared.plan.job, state)
         steps = whole_steps(state)
         steps.run(0, batches.shards, context)
     evaluation = prepared.feeds.evaluation(WHOLE.stage) if prepared.plan.job.compile else None

@@ -33,8 +33,9 @@ from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.training import trial
 from raytrain_plus.training.build import build_state
+from raytrain_plus.training.fits import check_fits
 from raytrain_plus.training.footprint import Footprint
-from raytrain_plus.training.trial import Trial, check_alike, check_fits, try_on_cpu
+from raytrain_plus.training.trial import Trial, check_alike, try_on_cpu, try_whole
 
 ROWS, WIDTH = 64, 6
 
@@ -258,10 +259,32 @@ def test_the_metric_of_the_best_checkpoint_is_returned(
     assert "did you mean 'accuracy'?" in str(caught.value)
 
 
-def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_does_not_fit_is_named_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "total_memory", lambda device: 1 << 20)
-    with pytest.raises(InputError, match="a step with a microbatch of 8 rows needs about") as caught:
+    with pytest.raises(InputError, match="the training state of a worker takes about") as caught:
         tried(job(tmp_path))
+    assert caught.value.where == "parallel.sharded"
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(sharded="optimizer"), Parallel(sharded="full")], ids=["optimizer", "full"]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+def test_a_sharded_task_is_tried_with_the_rows_of_one_worker(
+    tmp_path: Path, parallel: Parallel, precision: Any
+) -> None:
+    wished = replace(job(tmp_path), parallel=parallel, workers=Workers(min=2, max=4), precision=precision)
+    found = tried(wished)
+    assert set(found.metrics) == {"loss", "accuracy"}
+    assert found.state is not None
+    assert found.bytes is not None
+
+
+def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
+    wished = job(tmp_path)
+    rows = rows_of(wished, index(wished.data.path), None)
+    with pytest.raises(InputError, match="a step with a microbatch of 8 rows needs about") as caught:
+        try_whole(wished, Sound(), torch.device("cpu"), rows, None, 1 << 20)
     assert "use a larger machine, or a smaller model" in str(caught.value)
     wished = replace(job(tmp_path), data=Data(path="data", batch_size=4800, shards=4))
     with pytest.raises(InputError) as caught:
