@@ -7,6 +7,7 @@ of Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Tr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -225,23 +226,31 @@ class Gradients:
             wire.scale(factor)
 
     def _hook(self, bucket: int, place: int) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            self._given[bucket][place] = 1.0
-            if self._submit is None:
-                return
-            self._check()
-            if id(parameter) in self._reported:
-                raise TrainingError(
-                    "a parameter's gradient was accumulated twice in one backward pass; activation checkpointing does "
-                    "this for layers that share weights: pass use_reentrant=False to torch.utils.checkpoint"
-                )
-            self._reported.add(id(parameter))
-            self._waiting[bucket] -= 1
-            while self._next < len(self._waiting) and self._waiting[self._next] == 0:
-                self._submit(self._next)
-                self._next += 1
+        # Python's collector does not see a cycle through autograd: the weights would stay in memory for ever.
+        this = weakref.ref(self)
 
-        return ready
+        def report(parameter: torch.Tensor) -> None:
+            if (gradients := this()) is not None:
+                gradients.ready(parameter, bucket, place)
+
+        return report
+
+    def ready(self, parameter: torch.Tensor, bucket: int, place: int) -> None:
+        """Record that a parameter has its gradient, and submit its bucket if that is complete."""
+        self._given[bucket][place] = 1.0
+        if self._submit is None:
+            return
+        self._check()
+        if id(parameter) in self._reported:
+            raise TrainingError(
+                "a parameter's gradient was accumulated twice in one backward pass; activation checkpointing does "
+                "this for layers that share weights: pass use_reentrant=False to torch.utils.checkpoint"
+            )
+        self._reported.add(id(parameter))
+        self._waiting[bucket] -= 1
+        while self._next < len(self._waiting) and self._waiting[self._next] == 0:
+            self._submit(self._next)
+            self._next += 1
 
 
 def _not_owned() -> TrainingError:

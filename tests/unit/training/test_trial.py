@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +91,30 @@ def tried(wished: Job) -> Trial:
 @pytest.fixture(params=[1, 2], ids=["whole", "in stages"])
 def stages(request: pytest.FixtureRequest) -> Parallel:
     return Parallel(pipeline=request.param, microbatches=1)
+
+
+WATCHED: list[weakref.ref[nn.Parameter]] = []
+
+
+class Watched(Sound):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        def watched(build: Callable[[], nn.Module]) -> nn.Module:
+            made = build()
+            WATCHED.extend(map(weakref.ref, made.parameters()))
+            return made
+
+        return {name: partial(watched, build) for name, build in super().layers().items()}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("reduction", ["ring", "exact"])
+def test_nothing_of_a_tried_model_stays_in_memory(
+    tmp_path: Path, stages: Parallel, precision: Any, reduction: Any
+) -> None:
+    tried(replace(job(tmp_path, Watched), parallel=stages, precision=precision, reduction=reduction))
+    gc.collect()
+    assert WATCHED
+    assert all(one() is None for one in WATCHED)
 
 
 def test_a_sound_task_is_tried_whole(tmp_path: Path) -> None:
