@@ -33,11 +33,11 @@ class Bubble:
         self._bars, self._open = {}, {}
 
     def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
-        """Accept a member's step; return the step's drawing once it is complete.
+        """Accept a member's step; return the step's drawing once it is complete. A replica of one waits for nobody.
 
         `offset_s` converts the member's clock to ours.
         """
-        if worker not in self._places or record.passes is None:
+        if worker not in self._places or record.passes is None or self._per_replica == 1:
             return None
         start, end = record.passes
         told = self._open.setdefault((record.step, self._places[worker][0]), [])

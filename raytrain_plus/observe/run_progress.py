@@ -288,11 +288,13 @@ def clock_text(seconds: float) -> str:
 
 
 def saving_text(step: int, written: int, total: int, per_s: float | None) -> str:
-    """Return how far the last writes of a run are, given bytes and bytes per second.
+    """Return how far the last writes of a run are, given bytes and bytes per second; a first hundredth tells no pace.
 
     >>> saving_text(30, 120_000_000, 270_000_000, 12e6)
     'saving the state after step 31: 120.0 of 270.0 MB written, 12.0 MB/s, 0:12 left'
     >>> saving_text(30, 0, 270_000_000, None)
+    'saving the state after step 31: 0.0 of 270.0 MB written'
+    >>> saving_text(30, 2_000, 270_000_000, 1e3)
     'saving the state after step 31: 0.0 of 270.0 MB written'
     >>> saving_text(30, 270_000_000, 270_000_000, 12e6)
     'saving the state after step 31: 270.0 of 270.0 MB written; completing the checkpoint'
@@ -300,7 +302,11 @@ def saving_text(step: int, written: int, total: int, per_s: float | None) -> str
     line = f"saving the state {after_step(step)}: {written / 1e6:,.1f} of {total / 1e6:,.1f} MB written"
     if written >= total:
         return f"{line}; completing the checkpoint"
-    return line if not per_s else f"{line}, {per_s / 1e6:,.1f} MB/s, {clock_text((total - written) / per_s)} left"
+    return (
+        line
+        if not per_s or 100 * written < total
+        else f"{line}, {per_s / 1e6:,.1f} MB/s, {clock_text((total - written) / per_s)} left"
+    )
 
 
 def event_text(event: RunEvent) -> str | None:

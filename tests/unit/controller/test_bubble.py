@@ -49,6 +49,15 @@ def test_a_replica_is_counted_once_all_its_tensor_ranks_have_reported() -> None:
     assert bubble.share == pytest.approx(0.5)
 
 
+def test_a_replica_of_one_worker_waits_for_no_stage() -> None:
+    """Such as those of `parallel.sharded: full`, which compute layer by layer, too."""
+    bubble = Bubble()
+    bubble.formed(form_view(0, ["a", "b"], Shape(2, 1), 4))
+    for worker in "ab":
+        assert bubble.report(worker, record(0, 0.3, (0.0, 0.4), at=100.0), 0.0) is None
+    assert bubble.share is None
+
+
 def test_a_step_is_drawn_when_all_members_have_reported_it() -> None:
     bubble = Bubble()
     bubble.formed(form_view(0, ["a", "b"], Shape(1, 2), 4))
