@@ -302,11 +302,9 @@ def saving_text(step: int, written: int, total: int, per_s: float | None) -> str
     line = f"saving the state {after_step(step)}: {written / 1e6:,.1f} of {total / 1e6:,.1f} MB written"
     if written >= total:
         return f"{line}; completing the checkpoint"
-    return (
-        line
-        if not per_s or 100 * written < total
-        else f"{line}, {per_s / 1e6:,.1f} MB/s, {clock_text((total - written) / per_s)} left"
-    )
+    if not per_s or 100 * written < total:
+        return line
+    return f"{line}, {per_s / 1e6:,.1f} MB/s, {clock_text((total - written) / per_s)} left"
 
 
 def event_text(event: RunEvent) -> str | None:

@@ -85,9 +85,9 @@ def whole_steps(state: TrainState, *, skip_nonfinite: bool = False) -> Synchrono
 
 def own_share(job: Job, state: TrainState) -> None:
     """Let a whole model's optimizer change only what it does on a worker of the job's largest group."""
-    names = [str(number) for number in range(most_workers(job))]
     if job.parallel.sharded == "optimizer":
         trained = state.trained
+        names = [str(number) for number in range(most_workers(job))]
         nodes = dict.fromkeys(names, "")
         state.own(balanced(trained.rows, trained.row_bytes, names, job.parallel.holders, nodes, {})[names[0]])
 

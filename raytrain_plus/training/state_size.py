@@ -13,7 +13,7 @@ from fractions import Fraction
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.setting_types import Sharded
-from raytrain_plus.job.settings import Job
+from raytrain_plus.job.settings import Job, Parallel
 from raytrain_plus.task import Task
 from raytrain_plus.training.division import optimizer_bytes
 from raytrain_plus.training.masters import copy_bytes
@@ -39,7 +39,7 @@ class StateSize:
     gradients: int
     """Sums of gradients."""
     kept: int
-    """What the optimizer keeps, and averages of the weights."""
+    """The optimizer's state, and the averages of the weights."""
     largest: int
     """The weights and gradients of the largest layer; of the whole model if it has no layers."""
     layered: bool
@@ -56,17 +56,17 @@ class StateSize:
         rows = 0 if offloaded and apart else masters + copies + self.kept
         if sharded == "full":
             return self.frozen + LAYERS_AT_ONCE * self.largest + int(share * rows)
-        return self.frozen + self.weights + self.gradients + int((share if sharded == "optimizer" else 1) * rows)
+        return self.frozen + self.weights + self.gradients + int(share * rows)
 
     def of(self, job: Job, workers: int, *, apart: bool = False) -> int:
         """Return the bytes on each of so many workers of the job: see `needed`."""
         parallel, offloaded = job.parallel, job.offload == "optimizer"
-        return self.needed(parallel.sharded, share_of(parallel.holders, workers), offloaded=offloaded, apart=apart)
+        return self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
 
 
-def share_of(holders: int, workers: int) -> Fraction:
-    """Return the share of a sharded state that each of so many workers holds."""
-    return Fraction(min(holders, workers), workers)
+def share_of(parallel: Parallel, workers: int) -> Fraction:
+    """Return the share that each of so many workers holds of what is sharded; all of it if nothing is."""
+    return Fraction(1) if parallel.sharded == "none" else Fraction(min(parallel.holders, workers), workers)
 
 
 def count_state(job: Job, task: Task) -> StateSize | None:

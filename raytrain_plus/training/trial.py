@@ -177,9 +177,8 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     if job.parallel.pipeline == 1:
         size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
-    if not job.parallel.by_layer:
-        return replace(try_whole(job, task, device, rows, held_out, room, size), state=size)
-    return replace(try_layers(job, task, device, rows, held_out, room, size), state=size)
+    try_model = try_layers if job.parallel.by_layer else try_whole
+    return replace(try_model(job, task, device, rows, held_out, room, size), state=size)
 
 
 def try_whole(
@@ -426,8 +425,7 @@ def _footprint(
     # Without the size, two values for each weight that is changed here.
     to_come = sum(2 * value.nbytes for _, value in state.named)
     if size is not None:
-        to_come = int(size.kept * share_of(job.parallel.holders, most_workers(job)))
-        to_come = size.kept if job.parallel.sharded == "none" else to_come
+        to_come = int(size.kept * share_of(job.parallel, most_workers(job)))
     if job.offload == "optimizer" and device.type == "cuda":
         to_come = 0
     # A task of its own, because one may keep something of its first batch's size.

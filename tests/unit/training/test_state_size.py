@@ -94,15 +94,15 @@ def test_the_parts_are_those_of_zero() -> None:
         weights=part, frozen=0, changed=part, masters=0, gradients=part, kept=2 * part, largest=0, layered=True
     )
     assert size.needed("none", Fraction(1)) == 4 * part
-    assert size.needed("optimizer", share_of(2, 8)) == 2 * part + 2 * part // 4
-    assert size.needed("full", share_of(1, 8)) == 4 * part // 8
-    assert size.needed("full", share_of(2, 8)) == 4 * part // 4
-    assert size.needed("full", share_of(2, 1)) == 4 * part
+    assert size.needed("optimizer", share_of(Parallel(sharded="optimizer"), 8)) == 2 * part + 2 * part // 4
+    assert size.needed("full", share_of(Parallel(sharded="full", holders=1), 8)) == 4 * part // 8
+    assert size.needed("full", share_of(Parallel(sharded="full"), 8)) == 4 * part // 4
+    assert size.needed("full", share_of(Parallel(sharded="full"), 1)) == 4 * part
     # Weights and gradients in bfloat16; masters, moments and the masters' gradients are elsewhere.
     halves = replace(size, weights=part // 2, gradients=part, masters=part)
     assert halves.needed("none", Fraction(1), offloaded=True, apart=True) == part // 2 + part
     assert halves.needed("none", Fraction(1), offloaded=True) == part // 2 + 5 * part
-    assert halves.needed("full", share_of(1, 8), offloaded=True, apart=True) == 0
+    assert halves.needed("full", share_of(Parallel(sharded="full", holders=1), 8), offloaded=True, apart=True) == 0
 
 
 def test_a_model_that_cannot_be_built_without_values_has_no_known_size() -> None:
