@@ -345,7 +345,7 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
     from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
-    from raytrain_plus.training.footprint import total_memory
+    from raytrain_plus.training.memory_limits import total_memory
 
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import psutil
 import torch
 
 from raytrain_plus.torch_compat import CreatedStorages
+from raytrain_plus.training.memory_limits import held_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,48 +44,6 @@ def through(small: tuple[int, float], large: tuple[int, float]) -> Footprint:
     (rows, used), (more_rows, more_used) = small, large
     per_row = max(0.0, (more_used - used) / (more_rows - rows)) if more_rows > rows else 0.0
     return Footprint(more_used - per_row * more_rows, per_row)
-
-
-def total_memory(device: torch.device | None = None) -> int:
-    """Return the bytes of memory of a GPU; for a CPU or None, those that this process can have at most.
-
-    They are this machine's, or fewer where a control group (a container) or `ulimit` sets a limit.
-    """
-    if device is not None and device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return min(int(psutil.virtual_memory().total), *_group_limits(), *_own_limits())
-
-
-def held_memory(device: torch.device) -> int:
-    """Return the bytes of memory in use on a GPU by tensors; on a CPU, by this process."""
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return int(psutil.Process().memory_info().rss)
-
-
-def _group_limits() -> Iterator[int]:
-    """Yield the limits of the control groups that contain this process, of both versions of the kernel's interface."""
-    mine: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        mine = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    for controller, root, file in (
-        ("", "/sys/fs/cgroup", "memory.max"),
-        ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-    ):
-        group = Path(root, mine.get(controller, "/").lstrip("/"))
-        for folder in (group, *group.parents):
-            # In a container the folder of its own group may be the root.
-            with contextlib.suppress(OSError, ValueError):
-                yield int((folder / file).read_text())
-
-
-def _own_limits() -> Iterator[int]:
-    """Yield the limits of this process: what it has, and what it can still add under each of its limits."""
-    now = psutil.Process().memory_info()
-    for kind, used in ((resource.RLIMIT_AS, now.vms), (resource.RLIMIT_DATA, now.data)):
-        limit, _ = resource.getrlimit(kind)
-        if limit != resource.RLIM_INFINITY:
-            yield now.rss + max(0, limit - used)
 
 
 def kept_bytes(forward: Callable[[], object]) -> int:

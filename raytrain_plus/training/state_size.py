@@ -40,6 +40,8 @@ class StateSize:
     """Sums of gradients."""
     kept: int
     """The optimizer's state, and the averages of the weights."""
+    saved: int
+    """What the workers write of it into a checkpoint, which each copies its share of first."""
     largest: int
     """The weights and gradients of the largest layer; of the whole model if it has no layers."""
     layered: bool
@@ -59,9 +61,10 @@ class StateSize:
         return self.frozen + self.weights + self.gradients + int(share * rows)
 
     def of(self, job: Job, workers: int, *, apart: bool = False) -> int:
-        """Return the bytes on each of so many workers of the job: see `needed`."""
+        """Return the bytes on each of so many workers of the job, with its copy for checkpoints: see `needed`."""
         parallel, offloaded = job.parallel, job.offload == "optimizer"
-        return self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
+        state = self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
+        return state if apart else state + self.saved // workers
 
 
 def share_of(parallel: Parallel, workers: int) -> Fraction:
@@ -90,14 +93,15 @@ def count_state(job: Job, task: Task) -> StateSize | None:
         masters += value.nbytes if own < value.nbytes else 0
         layers[name.partition(".")[0]] += own + summed
     layered = _has_layers(task, job.seed)
-    averages = changed if job.ema is not None else 0
+    kept = optimizer_bytes(task, named) + (changed if job.ema is not None else 0)
     return StateSize(
         weights=weights,
         frozen=frozen,
         changed=changed,
         masters=masters,
         gradients=gradients,
-        kept=averages + optimizer_bytes(task, named),
+        kept=kept,
+        saved=frozen + changed + kept,
         largest=max(layers.values()) if layered else weights + gradients,
         layered=layered,
     )

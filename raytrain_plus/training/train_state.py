@@ -360,7 +360,8 @@ class TrainState:
         if self.gathered is not None:
             return self.gathered.holding(averages)
         exchange = None if context is None else self.exchange
-        if exchange is not None or self.technique.offloads:
+        # A trial has the rows of one worker, and nobody to ask for the others.
+        if exchange is not None or self.technique.offloads or not self.trained.everything:
             whole = self.trained.whole(averages)
             if exchange is not None and context is not None:
                 exchange.run(whole, "averages", "the averages of weights that other workers change", context)

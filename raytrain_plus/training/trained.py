@@ -233,7 +233,7 @@ class Trained:
         self.copies.before_change()
 
     def whole(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of the size of the weights with these values of the rows held here; the rest is undefined.
+        """Return tensors of the size of the weights with these values of the rows held here, and the weights' own.
 
         `values`: by the names of the optimizer's parameters.
         """
@@ -241,7 +241,7 @@ class Trained:
         for (name, parameter), part in zip(self.named, self._parts, strict=True):
             weight = weight_of(name)
             if weight not in found:
-                found[weight] = torch.empty_like(part.weight, dtype=parameter.dtype).detach()
+                found[weight] = part.weight.detach().to(parameter.dtype, copy=True)
             whole = found[weight]
             if parameter.numel():
                 (whole if part.rows is None else whole[part.rows]).copy_(values[name])

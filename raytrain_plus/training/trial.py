@@ -43,9 +43,10 @@ from raytrain_plus.training.build import build_state, initial_sums, own_share, t
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.fits import check_fits, check_layers_fit, fitting_state
-from raytrain_plus.training.footprint import Footprint, held_memory, measure_footprint, total_memory
+from raytrain_plus.training.footprint import Footprint, measure_footprint
 from raytrain_plus.training.loss import TaskLoss, held_out_metrics, task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
+from raytrain_plus.training.memory_limits import held_memory, total_memory
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.training.model import layer_names

@@ -63,7 +63,9 @@ class WorkerActor:
     def _become(self, name: str) -> None:
         with self._importing:
             os.environ.update(self._threads)
+            from raytrain_plus.workers.freed_memory import start_returning
             from raytrain_plus.workers.worker import Worker
+        start_returning()
         self._worker.set_result(Worker(name))
 
 

@@ -27,8 +27,8 @@ from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_state, task_of
-from raytrain_plus.training.footprint import total_memory
 from raytrain_plus.training.measure import measure_layers
+from raytrain_plus.training.memory_limits import total_memory
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState

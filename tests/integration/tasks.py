@@ -396,6 +396,23 @@ class Wide(Faulty):
         }
 
 
+class Heavy(Task):
+    """100 million parameters in layers of 4 million."""
+
+    WIDTH, DEPTH = 2048, 24
+
+    def layers(self) -> dict[str, Any]:
+        middle = {f"middle{number}": lambda: nn.Sequential(nn.Linear(self.WIDTH, self.WIDTH), nn.Tanh())
+                  for number in range(self.DEPTH)}  # fmt: skip
+        return {"first": lambda: nn.Linear(6, self.WIDTH), **middle, "last": lambda: nn.Linear(self.WIDTH, 3)}
+
+    def optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=1e-4)
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
 class Noticed(Faulty):
     """A task whose workers query a metadata service as in a cloud, ten times as often: `services` maps node id to host
     and port."""

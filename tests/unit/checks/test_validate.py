@@ -25,7 +25,7 @@ from raytrain_plus.checks.trial import TryingHere, trying_apart
 from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training import footprint
+from raytrain_plus.training import memory_limits
 
 
 def write(folder: Path, name: str) -> None:
@@ -281,7 +281,7 @@ def test_a_partition_that_needs_a_trial_is_announced(tmp_path: Path) -> None:
 
 
 def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprint, "total_memory", lambda: 100)
+    monkeypatch.setattr(memory_limits, "total_memory", lambda: 100)
     report = tried(staged(tmp_path))
     [line] = [line for line in report.lines() if "does not fit" in line]
     assert re.search(r"stage \d of 2 needs \d+ bytes \(the layer '(in|out)': \d+ bytes\), but a worker has 100", line)

@@ -17,8 +17,8 @@ from raytrain_plus.training.fits import check_layers_fit, check_state_fits
 from raytrain_plus.training.state_size import StateSize
 
 GB = 10**9
-ADAM = StateSize(weights=4 * GB, frozen=0, changed=4 * GB, masters=0, gradients=4 * GB, kept=8 * GB, largest=GB // 2,
-                 layered=True)  # fmt: skip
+ADAM = StateSize(weights=4 * GB, frozen=0, changed=4 * GB, masters=0, gradients=4 * GB, kept=8 * GB, saved=0,
+                 largest=GB // 2, layered=True)  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -67,6 +67,12 @@ def test_a_state_that_fits_is_left_alone() -> None:
     check_state_fits(job(), ADAM, 8, held=GB, room=0, apart=False)
 
 
+def test_a_copy_for_checkpoints_counts_where_it_is_in_the_same_memory() -> None:
+    saved = replace(ADAM, saved=12 * GB)
+    assert saved.of(job(), 8) == ADAM.of(job(), 8) + 12 * GB // 8
+    assert saved.of(job(), 8, apart=True) == ADAM.of(job(), 8, apart=True)
+
+
 def test_layers_keep_what_all_microbatches_need() -> None:
     layers = [Layer("a", 1.0, 0, 0, GB // 4), Layer("b", 1.0, 0, 0, GB // 4)]
     wished = job(sharded="full", microbatches=2)
@@ -78,7 +84,7 @@ def test_layers_keep_what_all_microbatches_need() -> None:
 
 LIMITED = """
 import resource
-from raytrain_plus.training.footprint import total_memory
+from raytrain_plus.training.memory_limits import total_memory
 before = total_memory()
 resource.setrlimit(resource.{kind}, (6 << 30, 6 << 30))
 print(before, total_memory())

@@ -22,6 +22,7 @@ from raytrain_plus import (
     Checkpoint,
     Data,
     EarlyStop,
+    Ema,
     Evaluate,
     Job,
     KeepBest,
@@ -130,6 +131,15 @@ def test_a_sound_task_is_tried_layer_by_layer_with_the_same_metrics(tmp_path: Pa
     found = tried(replace(job(tmp_path), task=Unmoved, parallel=Parallel(pipeline=2)))
     assert [layer.name for layer in found.layers] == ["in", "out"]
     assert found.metrics == pytest.approx(whole.metrics)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("sharded", ["optimizer", "full"])
+def test_averages_are_tried_with_the_rows_of_one_worker(tmp_path: Path, sharded: Any, precision: Any) -> None:
+    wished = replace(job(tmp_path, Unmoved), workers=Workers(min=4, max=4), precision=precision)
+    whole = tried(wished)
+    found = tried(replace(wished, parallel=Parallel(sharded=sharded), ema=Ema(decay=0.9)))
+    assert found.metrics == pytest.approx(whole.metrics, rel=1e-2 if precision == "bf16-params" else 1e-6)
 
 
 class Unmoved(Sound):
