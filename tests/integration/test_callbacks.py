@@ -82,6 +82,7 @@ def test_each_call_is_made_once_through_the_loss_of_a_worker(tmp_path: Path, hea
     assert "tasks.py:" in noted
 
 
+@pytest.mark.slow
 def test_a_killed_process_of_callbacks_misses_nothing(tmp_path: Path, hearing: Run) -> None:
     hearing.until(lambda: pids(tmp_path) and len(steps(tmp_path)) > 10, "calls")
     os.kill(pids(tmp_path)[0], signal.SIGKILL)

@@ -118,6 +118,7 @@ def test_rescales_before_the_decision_change_nothing(tmp_path: Path, calm: Run) 
     assert [(event["from"], event["to"]) for event in one.events("rescaled")] == [(2, 1), (1, 2)]
 
 
+@pytest.mark.slow
 def test_stages_of_which_one_is_killed_decide_as_one_worker(tmp_path: Path, calm: Run) -> None:
     one = Run(early(tmp_path, workers=Workers(min=2), parallel=Parallel(pipeline=2, microbatches=1)))
     one.until_size(2)

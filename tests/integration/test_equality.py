@@ -137,6 +137,7 @@ def test_gradients_in_16_bits_train_as_well(tmp_path: Path, compression: Any, co
     assert half == pytest.approx(full, rel=0.02)
 
 
+@pytest.mark.slow
 def test_parameters_of_16_bits_and_complex_ones_train_on_horovods_ring(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     write_data(tmp_path / "held_out", rows=101, files=2, group=9, seed=1)

@@ -129,7 +129,7 @@ def alone_by_index(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("indexed", 2),
+        pytest.param("indexed", 2, marks=SLOW),
         pytest.param("hugging_face", 3, marks=SLOW),
         pytest.param("iterated", 2, marks=SLOW),
         pytest.param("of_ray", 2, marks=SLOW),

@@ -61,6 +61,7 @@ def write_files(folder: Path) -> None:
     write_data(folder / "held", rows=90, files=1, seed=3)
 
 
+@pytest.mark.slow
 def test_metrics_are_the_same_on_several_workers_and_through_a_loss(tmp_path: Path, alone: tuple[Any, ...]) -> None:
     write_files(tmp_path)
     steps, evaluations, state = alone

@@ -57,6 +57,7 @@ def job_of(tmp_path: Path, name: str, on_error: Any = "skip", **changes: Any) ->
     return job(tmp_path, name=name, **{"evaluate": evaluate, **settings})
 
 
+@pytest.mark.slow
 def test_bad_images_are_skipped_alike_on_any_number_of_workers_through_a_death(tmp_path: Path) -> None:
     alone = Run(job_of(tmp_path, "alone", workers=Workers(min=1)))
     expected = alone.finish()

@@ -77,6 +77,7 @@ def test_a_worker_that_is_killed_while_steps_are_profiled_changes_nothing(tmp_pa
     assert all(phases(done.path, f"profile/{trace.name}") for trace in traces)
 
 
+@pytest.mark.slow
 def test_stages_have_traces_of_their_own(tmp_path: Path) -> None:
     settings = {"parallel": Parallel(pipeline=2, microbatches=2), "profile": Profile(steps=[5, 10], workers=2)}
     done = run(exact(tmp_path, steps=12, **settings), quiet=True, roots=[TASKS])

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 NOTICE_S = 20.0
 DRAIN_S = 12
 """As in clusters/kuberay."""
-STEPS = 150
+STEPS = 80
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_terminating_pod_is_left_before_its_end(tmp_path: Path) -> None:
     write_data(tmp_path / "data")
     told = ["env", f"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S={DRAIN_S}"]
     with raylets(1) as cluster, raylet(told, cluster.address) as pod:
-        run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=2), steps=2 * STEPS))
+        run = Run(job(tmp_path, args={"pad_s": PAD_S}, workers=Workers(min=1, max=2), steps=4 * STEPS))
         members = run.until_size(2)
         [node] = cluster.worker_nodes
         [stays] = [member for member in members if member["node"] == node.node_id]
@@ -87,9 +87,9 @@ def test_a_terminating_pod_is_left_before_its_end(tmp_path: Path) -> None:
         assert (notice["node"], notice["deadline"]) == (leaver["node"], pytest.approx(goes, abs=1))
         # The pod ends when no worker is left on it.
         pod.wait(DRAIN_S - 2)
-        assert run.committed() < 2 * STEPS - 1
+        assert run.committed() < 4 * STEPS - 1
         result = run.finish()
-    assert (result.status, result.steps, result.recoveries) == ("finished", 2 * STEPS, 0)
+    assert (result.status, result.steps, result.recoveries) == ("finished", 4 * STEPS, 0)
     assert [member["pid"] for member in run.members()] == [stays["pid"]]
     assert run.events("worker_lost") == run.events("resumed") == []
     assert run.losses()[-1] < run.losses()[0]
