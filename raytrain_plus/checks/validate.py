@@ -37,7 +37,7 @@ from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
-from raytrain_plus.parallel.sizing import many_passes, sharded_lines, size_table, unused_workers
+from raytrain_plus.parallel.sizing import many_passes, sharded_lines, share_of, size_table, unused_workers
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import place_of
 from raytrain_plus.storage.size_text import size_text
@@ -272,7 +272,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     table = size_table(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(table), unused_workers(table)
     passes = many_passes(job, max(size.replicas for size in sizes))
-    sharded = sharded_lines(job.parallel, [size.workers for size in sizes])
+    sharded = sharded_lines(job.parallel, [size.replicas for size in sizes])
     if trying is not None:
         trying.data()
     elif not all(_is_made(job, path) for path in training_paths(job).values()):
@@ -344,7 +344,7 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
-    from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
+    from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory, sharing_optimizer
     from raytrain_plus.training.memory_limits import total_memory
 
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
@@ -353,7 +353,7 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -
     room = total_memory() if not job.workers.gpus else None
     partitions = [
         partition_within_memory(
-            layers,
+            sharing_optimizer(layers, share_of(job.parallel, table.fewest_replicas(stages))),
             schedule,
             stages,
             table.most_shards(stages) * job.parallel.microbatches,
@@ -364,7 +364,8 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -
         if room is not None
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
-    return forecast(layers, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
+    shared = sharing_optimizer(layers, share_of(job.parallel, size.replicas))
+    return forecast(shared, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
 
 
 def _load(size: Size) -> str:

@@ -109,10 +109,10 @@ class Arrivals:
         group = self.machine.group
         if (ready.layers or ready.rows) and group.generation < 0:
             counts, parts = group.limits.sizes.stage_counts, group.limits.parts
+            rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, (count, _, _) in ready.rows.items())
             if ready.layers:
                 counts = self.partitions.fit(counts, group.workers)
-                parts = self.partitions.parts
-            rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, (count, _, _) in ready.rows.items())
+                parts = self.partitions.parts(rows)
             row_bytes = {OF_ROWS + name: size for name, (_, size, _) in ready.rows.items()}
             self.machine.feed(e.Fitted(counts, parts, rows, row_bytes))
         self.machine.feed(e.Ready(name, -1))

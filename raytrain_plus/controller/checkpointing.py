@@ -171,7 +171,10 @@ class Checkpoints:
         number = self._journal.base + group.generation
         self._saving.begin(step, number, list(stages))
         limits, workers = group.limits, group.workers
-        owners = {name: limits.owned_rows(workers[name].owned) for name in (stages if limits.rows else ())}
+        owners = {
+            name: limits.owned_rows(stage, workers[name].owned)
+            for name, stage in (stages.items() if limits.rows else ())
+        }
         for name, share in zip(stages, self.shares(number, list(stages.values()), owners), strict=True):
             failed = partial(self._not_kept, name)
             self._loop.ask(name, "keep", self._host.actor, share, failed=failed)

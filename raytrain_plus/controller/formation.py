@@ -24,6 +24,7 @@ from raytrain_plus.controller.sources import Source, sources_of
 from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.view import View
 from raytrain_plus.workers.messages import Assignment, ShareOf
 
@@ -104,7 +105,8 @@ class Formation:
         self._now = worlds = _Worlds(view)
         self.members.begin(view)
         shape = view.shape
-        rings = self._by_seat(worlds.rings, "stage", view, shape.lines("replica"))
+        lines = shape.lines("replica")
+        rings = self._by_seat(worlds.rings, "stage", view, lines)
         replicas = self._by_seat(worlds.replicas, "replica", view, shape.lines("stage", "tensor_rank"))
         sources = self._sources(command)
         others = {name: [one for one in taken if one.worker != name] for name, taken in sources.items()}
@@ -113,10 +115,12 @@ class Formation:
         self.replication.begin(view)
         stages = [shape.stage(seat) for seat in range(shape.size)]
         shares = self.checkpoints.shares(self.journal.base + view.generation, stages, command.owners)
+        ring_of = {seat: [view.members[other].worker for other in line] for line in lines for seat in line}
         for seat, member in enumerate(view.members):
             replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
-            self._assign(command, seat, rings[seat], replica, gives[member.worker], shares[seat], own)
+            owners = tuple(command.owners[name] for name in ring_of[seat]) if command.owners else ()
+            self._assign(command, seat, rings[seat], replica, gives[member.worker], shares[seat], own, owners)
             if member.worker in sources:
                 taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
@@ -182,6 +186,7 @@ class Formation:
         gives: int,
         share: ShareOf,
         own: Sequence[Source],
+        owners: tuple[Pieces, ...],
     ) -> None:
         view, name = command.view, command.view.members[seat].worker
         assignment = Assignment(
@@ -192,7 +197,7 @@ class Formation:
             shards=view.members[seat].shards,
             first_step=command.first_step,
             lacks=command.lacks.get(name),
-            own_copies=tuple((source.stage, source.layers) for source in own),
+            own_copies=tuple((source.stage, source.layers, source.rows) for source in own),
             gives=gives,
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
@@ -200,7 +205,7 @@ class Formation:
             history=self.journal.history if self.early_stop else {},
             share=share,
             seat=seat,
-            owners=tuple(command.owners.values()),
+            owners=owners,
             incomplete=command.incomplete,
         )
         self.pulses.left(name, self.clock.now())
@@ -226,8 +231,10 @@ class Formation:
         self.replication.check(command.donors, command.first_step - 1)
         step = command.first_step - 1
         providers = {
-            (name, stage): limits.held(stage, workers[name].owned if workers[name].holds == step else None)
+            # A copy is of a stage that one worker held with all its rows.
+            (name, stage): limits.held(stage, worker.owned if (worker.holds, worker.stage) == (step, stage) else None)
             for name, stage in command.donors
+            for worker in [workers[name]]
         }
         return sources_of(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
 

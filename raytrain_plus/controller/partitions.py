@@ -13,12 +13,14 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage, stages_of
-from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.owners import layers_of
+from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
-from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory
+from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory, sharing_optimizer
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, Layers
 
@@ -83,10 +85,17 @@ class Partitions:
         """The approximate bytes of the state of each layer; what belongs to no layer counts as nothing."""
         return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
 
-    @property
-    def parts(self) -> dict[Stage, Pieces]:
-        """The pieces of the whole state and of each stage of each partition."""
-        return {stage: self.pieces(stage) for of in {1, *self._partitions} for stage in stages_of(of)}
+    def parts(self, rows: Pieces) -> dict[Stage, Pieces]:
+        """Return the pieces of the whole state and of each stage of each partition.
+
+        `rows`: those of all weights, if the optimizer's state is sharded; the weights' names begin with their layers.
+        """
+        of_layers = layers_of(rows)
+        found = {}
+        for stage in (stage for of in {1, *self._partitions} for stage in stages_of(of)):
+            own = self.pieces(stage)
+            found[stage] = union([own, *(some for layer, some in of_layers.items() if layer in own.names)])
+        return found
 
     def holders(self, stages: Sequence[Stage]) -> dict[str, tuple[int, ...]]:
         """Return, by layer and for `REST`, which of several workers have it that hold these stages."""
@@ -122,4 +131,5 @@ class Partitions:
         layers = next(ready.layers for ready in known.values())
         microbatches = self._sizes.most_shards(stages) * job.parallel.microbatches
         first = job.parallel.first_layers(stages)
-        return partition_within_memory(layers, job.parallel.schedule, stages, microbatches, room, first)
+        shared = sharing_optimizer(layers, share_of(job.parallel, self._sizes.fewest_replicas(stages)))
+        return partition_within_memory(shared, job.parallel.schedule, stages, microbatches, room, first)

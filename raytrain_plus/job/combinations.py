@@ -12,7 +12,7 @@ from raytrain_plus.errors import JobError
 from raytrain_plus.job.settings import Data, EarlyStop, Elastic, Ema, Evaluate, Job, Parallel, Workers
 
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "`precision: tf32`": {"precision": "tf32", "workers": Workers(min=2, gpus=1)},
+    "`precision: tf32`": {"precision": "tf32", "workers": Workers(min=4, gpus=1)},
     "`precision: bf16`": {"precision": "bf16"},
     "`precision: fp16`": {"precision": "fp16"},
     "`precision: bf16-params`": {"precision": "bf16-params"},
@@ -39,6 +39,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
     "sharded: optimizer": {"parallel": Parallel(sharded="optimizer")},
+    "sharded: optimizer, 1f1b": {"parallel": Parallel(sharded="optimizer", pipeline=2)},
     "sharded: full": {"parallel": Parallel(sharded="full")},
 }
 
@@ -66,7 +67,7 @@ def refused(settings: Mapping[str, Any]) -> str:
         "task": "module:Task",
         "data": Data(path="rows", batch_size=8, shards=4),
         "steps": 100,
-        "workers": Workers(min=2),
+        "workers": Workers(min=4),
     }
     try:
         Job(**{**base, **settings})

@@ -220,7 +220,7 @@ class Parallel:
 
     `optimizer` (ZeRO stage 1): each worker holds the optimizer's state of some rows of the weights, changes these rows
     and sends them to the others. The result does not depend on it. With Adam and N workers, a worker's optimizer needs
-    8 bytes for each parameter times `holders` / N.
+    8 bytes for each parameter times `holders` / N. In stages, the workers that hold the same stage share its rows.
 
     `full` (ZeRO stage 3): the weights and their gradients, too. Each layer is gathered before it computes, and its
     gradients are summed and divided after all microbatches have passed through it. A worker needs 16 bytes for each

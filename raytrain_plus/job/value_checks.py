@@ -251,22 +251,29 @@ def _pipedream(
     return None
 
 
-def _sharded(sharded: str, pipeline: int) -> _Problem:
+def _sharded(sharded: str, pipeline: int, schedule: str) -> _Problem:
     if sharded == "none" or pipeline == 1:
         return None
-    what = f"the state of a model in {pipeline} stages is not sharded: each stage holds its own part of it"
-    return what, "sharded: none, or parallel.pipeline: 1", ""
+    if sharded == "full":
+        what = f"the weights of a model in {pipeline} stages are not sharded: each stage holds its own part of them"
+        return what, "sharded: optimizer, or parallel.pipeline: 1", ""
+    if schedule == "pipedream":
+        what = "pipedream does not support a sharded optimizer; while a stage sent its new weights, others would wait"
+        return what, "sharded: none, or another schedule", ""
+    return None
 
 
-def _holders(holders: int, sharded: str, maximum: int | None, minimum: int, shards: int) -> _Problem:
+def _holders(holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int) -> _Problem:
     if holders < 1:
         return f"{holders} is out of range", "1 or more", ""
-    most = min(minimum if maximum is None else maximum, shards)
-    if sharded == "none" or holders <= most:
+    most = min((minimum if maximum is None else maximum) // pipeline, shards)
+    # With fewer workers than stages there is another problem.
+    if sharded == "none" or holders <= most or not most:
         return None
+    unit = "worker" if pipeline == 1 else "replica"
     if most == 1:
-        return "the state of one worker is not sharded", "sharded: none, or workers.max of 2 or more", ""
-    return f"{holders} holders of each row, but there are at most {most} workers", f"at most {most}", ""
+        return f"the state of one {unit} is not sharded", f"sharded: none, or workers.max of {2 * pipeline} or more", ""
+    return f"{holders} holders of each row, but there are at most {most} {unit}s", f"at most {most}", ""
 
 
 TWO_CHUNKS = ("interleaved", "zero-bubble")
@@ -495,8 +502,18 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
         ),
         _pipedream,
     ),
-    (("parallel.sharded", "parallel.pipeline"), _sharded),
-    (("parallel.holders", "parallel.sharded", "workers.max", "workers.min", "data.shards"), _holders),
+    (("parallel.sharded", "parallel.pipeline", "parallel.schedule"), _sharded),
+    (
+        (
+            "parallel.holders",
+            "parallel.sharded",
+            "workers.max",
+            "workers.min",
+            "data.shards",
+            "parallel.pipeline",
+        ),
+        _holders,
+    ),
     (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),

@@ -39,7 +39,10 @@ class Limits:
     """The number of workers, including spares, that the cluster seemed to have room for: the first world waits for
     them."""
     parts: Mapping[Stage, Pieces] = field(default_factory=dict)
-    """The pieces of each stage of the possible partitions, and of the whole; empty if the layers are not measured."""
+    """The pieces of each stage of the possible partitions, and of the whole; empty if the layers are not measured.
+
+    The `rows` of a stage are among them.
+    """
     rows: Pieces = field(default_factory=Pieces)
     """The rows of the weights, if each worker holds the optimizer's state of some only; else empty."""
     row_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -50,17 +53,22 @@ class Limits:
 
     def pieces(self, stage: Stage) -> Pieces:
         """Return what a stage consists of: an equal part of the whole if the layers are not measured."""
+        if found := self.parts.get(stage):
+            return found
         rows = math.lcm(*self.sizes.stage_counts) // stage.of
-        found = self.parts.get(stage) or Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)])
-        return union([found, self.rows]) if self.rows else found
+        return union([Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)]), self.rows])
+
+    def rows_of(self, stage: Stage) -> Pieces:
+        """Return the rows of the weights of a stage, if each worker holds the optimizer's state of some only."""
+        return self.pieces(stage) & self.rows if self.rows else self.rows
 
     def held(self, stage: Stage, owned: Pieces | None) -> Pieces:
         """Return what a worker has of a stage, given the rows whose optimizer's state it holds; None for all."""
         return self.pieces(stage) if owned is None else self.pieces(stage) - (self.rows - owned)
 
-    def owned_rows(self, owned: Pieces | None) -> Pieces:
-        """Return the rows whose optimizer's state a worker holds, given what is known of them; None for all."""
-        return self.rows if owned is None else owned
+    def owned_rows(self, stage: Stage, owned: Pieces | None) -> Pieces:
+        """Return the rows of a stage whose optimizer's state a worker holds, given what is known of them."""
+        return self.rows_of(stage) if owned is None else owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,5 +330,12 @@ def wants_change(group: Group) -> bool:
 
 def unprotected(group: Group) -> bool:
     """Return whether fewer members than wanted hold the optimizer's state of some row, as after a loss."""
-    limits = group.limits
-    return bool(limits.rows and shortage(limits.rows, group.owners, limits.holders))
+    limits, seats = group.limits, group.seats
+    return bool(limits.rows and seats) and any(
+        shortage(
+            limits.rows_of(group.shape.stage(ring[0])),
+            {seats[seat]: group.owners[seats[seat]] for seat in ring},
+            limits.holders,
+        )
+        for ring in group.shape.lines("replica")
+    )

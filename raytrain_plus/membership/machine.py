@@ -31,7 +31,7 @@ from raytrain_plus.membership.group import (
     with_worker,
     without,
 )
-from raytrain_plus.membership.mesh import Stage, seated, stages_of
+from raytrain_plus.membership.mesh import Shape, Stage, seated, stages_of
 from raytrain_plus.membership.owners import Owners, balanced, kept, segments
 from raytrain_plus.membership.pieces import Pieces, union
 from raytrain_plus.membership.sizes import FRUITLESS, STARVED_STEPS, backoff_s
@@ -133,7 +133,7 @@ def _go_back(group: Group) -> Outcome:
         return _settle(replace(group, committed=best.step, again=made if best.copied else -1))
     # What is read is divided evenly.
     group = _forget(replace(group, again=-1, broken=False), group.committed)
-    group, read = _restore_rows(group) if group.limits.rows else _restore(group)
+    group, read = _restore(group)
     group, gathered = _gather(group)
     return group, [*read, *gathered]
 
@@ -151,50 +151,74 @@ def _forget(group: Group, step: int) -> Group:
 
 def _restore(group: Group) -> Outcome:
     """Have every stage read from the newest checkpoint that is neither held nor being read."""
+    commands: list[e.Command] = []
+    stages = _read_stages(group)
+    for stage in stages if group.durable >= 0 else ():
+        group, reads = (_read_rows if group.limits.rows else _read_stage)(group, stage, stages)
+        commands += reads
+    return group, commands
+
+
+def _read_stages(group: Group) -> list[Stage]:
+    """Return the stages in which a checkpoint is read: those of the group that the workers can form."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
-    stages = stages_of(group.limits.sizes.stage_counts[0] if shape is None else shape.stages)
-    # Those of another partition may read: else nobody might be left to read what is missing.
-    have = {
-        worker.stage: name
-        for name, worker in group.workers.items()
-        if worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable)
-        if worker.stage in stages
-    }
-    able = [name for name in free(group) if group.workers[name].state == "idle" and name not in have.values()]
-    commands: list[e.Command] = []
-    for stage in stages if group.durable >= 0 else ():
-        if stage not in have and able:
-            name = able.pop(0)
-            group = with_worker(group, name, state="restoring", holds=None, stage=stage)
-            commands.append(e.Restore(name, group.durable, stage))
-    return group, commands
+    return stages_of(group.limits.sizes.stage_counts[0] if shape is None else shape.stages)
 
 
-def _restore_rows(group: Group) -> Outcome:
-    """Have the optimizer's state read from the newest checkpoint, each row by one of as many workers as are needed."""
+def _read_stage(group: Group, stage: Stage, stages: Sequence[Stage]) -> Outcome:
+    """Have one of the `stages` read by a worker, unless one has it."""
+    able = _able_to_read(group, stages)
+    if _readers(group, stage) or not able:
+        return group, []
+    group = with_worker(group, able[0], state="restoring", holds=None, stage=stage)
+    return group, [e.Restore(able[0], group.durable, stage)]
+
+
+def _read_rows(group: Group, stage: Stage, stages: Sequence[Stage]) -> Outcome:
+    """Have one of the `stages` read, and each of its rows with the optimizer's state by as many workers as needed."""
     limits, workers, commands = group.limits, group.workers, list[e.Command]()
-    if group.durable < 0:
-        return group, commands
-    have = {
-        name: limits.owned_rows(worker.owned)
-        for name, worker in workers.items()
-        if worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable and worker.stage)
-    }
-    total = limits.rows.size(limits.row_bytes)
-    able = [name for name in free(group) if workers[name].state == "idle" and name not in have]
+    rows = limits.rows_of(stage)
+    total = rows.size(limits.row_bytes)
+    have = {name: limits.owned_rows(stage, workers[name].owned) for name in _readers(group, stage)}
+    able = _able_to_read(group, stages)
     # If one that read is lost, and no other comes, another reads more.
     again = [name for name in free(group) if workers[name].state == "idle" and name in have]
-    missing = limits.rows - union(have.values())
-    while missing and (able or again):
+    missing, unread = rows - union(have.values()), not have
+    while (missing or unread) and (able or again):
         name = able.pop(0) if able else again.pop(0)
-        shares = round(missing.size(limits.row_bytes) * limits.sizes.fewest / max(1, total))
+        shares = round(missing.size(limits.row_bytes) * limits.sizes.fewest / len(stages) / max(1, total))
         part = missing if name in have else segments(missing, limits.row_bytes, max(1, shares))[0]
         owned = union([part, have.get(name, Pieces())])
-        group = with_worker(group, name, state="restoring", holds=None, stage=Stage(), owned=owned)
-        commands.append(e.Restore(name, group.durable, Stage(), owned))
-        missing -= part
+        group = with_worker(group, name, state="restoring", holds=None, stage=stage, owned=owned)
+        commands.append(e.Restore(name, group.durable, stage, owned))
+        missing, unread = missing - part, False
     return group, commands
+
+
+def _readers(group: Group, stage: Stage) -> list[str]:
+    """Return the workers that read this stage of the newest checkpoint, or have it."""
+    return [
+        name
+        for name, worker in group.workers.items()
+        if worker.stage == stage
+        and (worker.state == "restoring" or (worker.state == "idle" and worker.holds == group.durable))
+    ]
+
+
+def _able_to_read(group: Group, stages: Sequence[Stage]) -> list[str]:
+    """Return the idle workers without which all that is read of the newest checkpoint in these `stages` is left.
+
+    Those of another partition may read: else nobody might be left to read what is missing.
+    """
+    limits, workers, needed = group.limits, group.workers, set[str]()
+    for stage in stages:
+        left = limits.pieces(stage)
+        for name in sorted(_readers(group, stage), key=lambda name: workers[name].state == "idle"):
+            if has := limits.held(stage, workers[name].owned) & left:
+                needed.add(name)
+                left -= has
+    return [name for name in free(group) if workers[name].state == "idle" and name not in needed]
 
 
 def _gather(group: Group) -> Outcome:
@@ -241,7 +265,7 @@ def _join(group: Group, best: NewestState) -> Outcome:
         if (stage := group.workers[name].stage) and stage.of == shape.stages and holds(group, name) == best.step
     }
     seats = seated(group.seats, group.shape, able, shape, holding)
-    owners = _owners(group, seats, best.step)
+    owners = _owners(group, seats, shape, best.step)
     lacks: dict[str, e.Lacks] = {}
     # Sums of a step that was not applied belong to this generation alone.
     workers = {name: replace(worker, ready=None) for name, worker in group.workers.items()}
@@ -284,19 +308,29 @@ def _join(group: Group, best: NewestState) -> Outcome:
     return group, [join]
 
 
-def _owners(group: Group, seats: Sequence[str], step: int) -> Owners:
+def _owners(group: Group, seats: Sequence[str], shape: Shape, step: int) -> Owners:
     """Return the rows whose optimizer's state each member is to hold; empty if that is not sharded.
 
-    After a failure members keep what they have, so that nothing moves while the training stands still.
+    The members that hold the same stage share its rows. After a failure they keep what they have, so that nothing moves
+    while the training stands still.
     """
     limits, workers = group.limits, group.workers
     if not limits.rows:
         return {}
-    held = {name: limits.owned_rows(workers[name].owned) for name in seats if step >= 0 and workers[name].holds == step}
-    if group.broken and step >= 0:
-        return kept(limits.rows, limits.row_bytes, seats, held)
+    held = {
+        name: limits.owned_rows(worker.stage, worker.owned)
+        for name in seats
+        if step >= 0 and (worker := workers[name]).holds == step and worker.stage is not None
+    }
     nodes = {name: workers[name].node for name in seats}
-    return balanced(limits.rows, limits.row_bytes, seats, limits.holders, nodes, held, by_layer=limits.by_layer)
+    found: dict[str, Pieces] = {}
+    for ring in shape.lines("replica"):
+        rows, names = limits.rows_of(shape.stage(ring[0])), [seats[seat] for seat in ring]
+        if group.broken and step >= 0:
+            found |= kept(rows, limits.row_bytes, names, held)
+        else:
+            found |= balanced(rows, limits.row_bytes, names, limits.holders, nodes, held, by_layer=limits.by_layer)
+    return {name: found[name] for name in seats}
 
 
 def _close(group: Group) -> Outcome:

@@ -69,7 +69,7 @@ def balanced(
     """
     if holders >= len(members):
         return dict.fromkeys(members, rows)
-    cut = [segments(one, row_bytes, len(members)) for one in (layers_of(rows) if by_layer else [rows])]
+    cut = [segments(one, row_bytes, len(members)) for one in (layers_of(rows).values() if by_layer else [rows])]
     parts = [union(of_layer) for of_layer in zip(*cut, strict=True)]
     shares = [union(parts[(i + k) % len(parts)] for k in range(holders)) for i in range(len(parts))]
     left, order = list(members), list[str]()
@@ -86,16 +86,17 @@ def balanced(
     return {name: share_of[name] for name in members}
 
 
-def layers_of(rows: Pieces) -> list[Pieces]:
+def layers_of(rows: Pieces) -> dict[str, Pieces]:
     """Return the rows of each layer's weights, whose names begin with it.
 
-    >>> [list(one.names) for one in layers_of(Pieces.of([Piece("optim/a.w"), Piece("optim/b.w"), Piece("optim/a.v")]))]
-    [['optim/a.v', 'optim/a.w'], ['optim/b.w']]
+    >>> found = layers_of(Pieces.of([Piece("optim/a.w"), Piece("optim/b.w"), Piece("optim/a.v")]))
+    >>> {layer: one.names for layer, one in found.items()}
+    {'a': ('optim/a.v', 'optim/a.w'), 'b': ('optim/b.w',)}
     """
     found: dict[str, list[Piece]] = {}
     for piece in rows:
-        found.setdefault(piece.name.partition(".")[0], []).append(piece)
-    return [Pieces.of(pieces) for pieces in found.values()]
+        found.setdefault(piece.name.partition("/")[2].partition(".")[0], []).append(piece)
+    return {layer: Pieces.of(pieces) for layer, pieces in found.items()}
 
 
 def kept(rows: Pieces, row_bytes: Mapping[str, int], members: Sequence[str], held: Mapping[str, Pieces]) -> Owners:

@@ -85,9 +85,13 @@ class SizeTable:
         """The largest number of members that is ever formed."""
         return self.fewest if self.largest is None else max(self.fewest, self.largest.size)
 
+    def fewest_replicas(self, stages: int) -> int:
+        """Return the smallest number of replicas of `stages` stages."""
+        return max(1, min(self.minimum // stages, self.shards))
+
     def most_shards(self, stages: int) -> int:
         """Return the most shards that a replica of `stages` stages hosts, given the smallest number of replicas."""
-        return math.ceil(self.shards / max(1, min(self.minimum // stages, self.shards)))
+        return math.ceil(self.shards / self.fewest_replicas(stages))
 
     def _shape(self, available: int) -> Shape | None:
         for stages in self.stage_counts if available >= self.minimum else ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job, Parallel
@@ -66,27 +67,34 @@ def many_passes(job: Job, replicas: int) -> str:
     )
 
 
+def share_of(parallel: Parallel, replicas: int) -> Fraction:
+    """Return the share that a worker of each of so many replicas holds of what is sharded; all of it if nothing is."""
+    return Fraction(1) if parallel.sharded == "none" else Fraction(min(parallel.holders, replicas), replicas)
+
+
 def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, int] | None = None) -> tuple[str, ...]:
     """Return what each worker holds of a sharded state, and which losses cost steps; empty if it is not sharded.
 
-    `state`: the bytes of the training state on each of so many workers, if known.
+    `sizes`: possible numbers of model replicas. `state`: the bytes of the training state of each worker, if each of so
+    many replicas is one worker.
 
     >>> for line in sharded_lines(Parallel(sharded="optimizer"), [1, 2, 8], {1: 1_600_000, 2: 1_600_000, 8: 1_000_000}):
     ...     print(line)
     optimizer's state: all of it on each of 1 or 2 workers, 25 % on each of 8
     training state of a worker: 1.6 MB with 1 worker, 1.0 MB with 8
     any one worker can be lost without a step; if both holders of a row are lost at once, the newest checkpoint is used
+    >>> print(sharded_lines(Parallel(sharded="optimizer", pipeline=4), [1, 3])[0])
+    optimizer's state of a stage: all of it on a worker of each of 1 replica, 67 % on one of each of 3
     """
     if parallel.sharded == "none":
         return ()
-    holders = parallel.holders
-    whole = [workers for workers in sizes if workers <= holders]
-    parts = [f"all of it on each of {' or '.join(map(str, whole))} worker{'s' * (whole[-1] > 1)}"] if whole else []
-    shares = sorted({workers for workers in sizes if workers > holders})
+    holders, staged = parallel.holders, parallel.pipeline > 1
+    unit, each, one = ("replica", "a worker of each", "one of each") if staged else ("worker", "each", "each")
+    whole = sorted({count for count in sizes if count <= holders})
+    parts = [f"all of it on {each} of {' or '.join(map(str, whole))} {unit}{'s' * (whole[-1] > 1)}"] if whole else []
+    shares = sorted({count for count in sizes if count > holders})
     # The smallest and the largest tell enough.
-    parts += [
-        f"{100 * holders / workers:.0f} % on each of {workers}" for workers in sorted({*shares[:1], *shares[-1:]})
-    ]
+    parts += [f"{100 * holders / count:.0f} % on {one} of {count}" for count in sorted({*shares[:1], *shares[-1:]})]
     if holders == 1:
         losses = "each row has one holder: after the loss of any worker, the run goes back to its newest checkpoint"
     else:
@@ -95,7 +103,10 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
         losses = (
             f"{count} can be lost without a step; if {several} of a row are lost at once, the newest checkpoint is used"
         )
+    if staged:
+        losses += "; the stages of a single replica are copied to other workers, as without sharding"
     what = "optimizer's state" if parallel.sharded == "optimizer" else "weights, gradients and optimizer's state"
+    what += " of a stage" if staged else ""
     lines = [f"{what}: {', '.join(parts)}"]
     if state is not None:
         few, most = min(state), max(state)

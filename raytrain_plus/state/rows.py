@@ -213,6 +213,36 @@ def _concatenated(parts: Sequence[Packed]) -> Packed:
     return dtype, (sum(one[1][0] for one in parts), *shape[1:]), np.concatenate([one[2] for one in parts])
 
 
+def values_of(tensors: Mapping[str, Packed], wanted: Pieces, units: Mapping[str, int]) -> dict[str, Packed]:
+    """Return the values of the wanted rows of weights that `tensors` has whole, each under a name of its own."""
+    found = {}
+    for name, first, last in wanted:
+        weight = name.removeprefix(OF_ROWS)
+        if (packed := tensors.get(f"param/{weight}")) is not None:
+            dtype, shape, data = packed
+            row = data.nbytes // max(1, units[weight])
+            shape = (last - first, *shape[1:]) if units[weight] > 1 else shape
+            found[f"param/{Rows(weight, first, last).name}"] = dtype, shape, data[first * row : last * row]
+    return found
+
+
+def put_values(tensors: Mapping[str, Packed], units: Mapping[str, int]) -> dict[str, Packed]:
+    """Return the tensors with what `values_of` has returned in the weights that it belongs to."""
+    found, own = dict(tensors), set[str]()
+    for name in tensors:
+        whole, rows = whole_name(name)
+        if rows is None or rows.last is None:
+            continue
+        dtype, shape, data = found[whole]
+        if whole not in own:
+            own.add(whole)
+            data = data.copy()
+            found[whole] = dtype, shape, data
+        row = data.nbytes // max(1, units[rows.weight])
+        data[rows.first * row : rows.last * row] = found.pop(name)[2]
+    return found
+
+
 def first_rows(optimizer: Mapping[str, Any], owned: Iterable[Rows]) -> dict[str, Any]:
     """Return the trees of those weights whose first rows are `owned`, under the names of the weights.
 

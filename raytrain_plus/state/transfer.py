@@ -52,17 +52,27 @@ def take_snapshot(step: int, holding: Holding, wanted: Wanted = everything) -> S
 
 
 def take_rows(
-    step: int, holding: Holding, wanted: Wanted, pieces: Pieces, units: Mapping[str, int], masters: Collection[str]
+    step: int,
+    holding: Holding,
+    wanted: Wanted,
+    pieces: Pieces,
+    units: Mapping[str, int],
+    masters: Collection[str],
+    *,
+    apart: bool = False,
 ) -> Snapshot:
     """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
 
-    `units`, `masters`: see `rows.assemble`.
+    `units`, `masters`: see `rows.assemble`. `apart`: with the values of the rows themselves, which may be newer than
+    those in the weights of other workers.
     """
     everything_here = undigested(step, holding, everything)
     tree = json.loads(everything_here.values)
     tensors, optimizer = rows.restrict(everything_here.tensors, tree, pieces, units, masters)
     same = own_tensors(everything_here.tensors, wanted)
     tensors = {name: packed for name, packed in same.items() if not rows.is_sharded(name, masters)} | tensors
+    if apart:
+        tensors |= rows.values_of(everything_here.tensors, pieces, units)
     return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
 
 
@@ -107,19 +117,28 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
 
 
 def with_rows(
-    parts: Sequence[Snapshot], parameters: Sequence[str], units: Mapping[str, int], masters: Collection[str]
+    parts: Sequence[Snapshot],
+    parameters: Sequence[str],
+    units: Mapping[str, int],
+    masters: Collection[str],
+    others: Collection[str] = (),
 ) -> Snapshot:
-    """Return a state with these rows, out of parts that together have it: see `rows.assemble`.
+    """Return a state with these rows, without the layers `others`, out of parts that together have it.
 
-    What is the same on all workers comes from the part that has most of it: all.
+    `units`, `masters`: see `rows.assemble`. What is the same on all workers comes from the first part that has it.
     """
     trees = [json.loads(part.values) for part in parts]
     tensors, optimizer = rows.assemble(
         [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, units, masters
     )
-    alike = [{name: one for name, one in part.tensors.items() if not rows.is_sharded(name, masters)} for part in parts]
-    number = max(range(len(parts)), key=lambda one: len(alike[one]))
-    return Snapshot(parts[0].step, alike[number] | tensors, json.dumps(trees[number] | optimizer).encode(), "")
+    alike: dict[str, Packed] = {}
+    for part in parts:
+        for name, packed in part.tensors.items():
+            if not rows.is_sharded(name, masters):
+                alike.setdefault(name, packed)
+    same = rows.put_values(own_tensors(alike, all_but(others)), units)
+    tree = own_tree(whole_tree(trees), all_but(others)) | optimizer
+    return Snapshot(parts[0].step, same | tensors, json.dumps(tree).encode(), "")
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:

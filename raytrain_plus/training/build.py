@@ -19,13 +19,14 @@ from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
 from raytrain_plus.training.by_layer import layer_passes
-from raytrain_plus.training.division import divide
+from raytrain_plus.training.division import Division, divide
 from raytrain_plus.training.model import Built, build_chunks, build_layers, build_model, layer_names
 from raytrain_plus.training.passes import Passes
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trained import Named
 from raytrain_plus.training.whole import WholePasses
 
 
@@ -70,6 +71,21 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
     )
     check_storable(state.holding())
     return state
+
+
+def divided_layers(job: Job, task: Task, device: torch.device) -> tuple[Named, Division]:
+    """Return the trained weights of all layers, without values, and how the optimizer's state can be divided.
+
+    One layer after the other is built. Raises the errors of `divide`, and what the task raises.
+    """
+    named = []
+
+    def trained() -> Iterator[tuple[str, nn.Parameter]]:
+        for name, value in _trained(build_layers(task, job.seed, device)):
+            named.append((name, nn.Parameter(torch.empty_like(value, device="meta"))))
+            yield name, value
+
+    return named, divide(task, trained(), on_host=job.offload == "optimizer")
 
 
 def _trained(built: Iterable[Built]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,8 @@ from fractions import Fraction
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.setting_types import Sharded
-from raytrain_plus.job.settings import Job, Parallel
+from raytrain_plus.job.settings import Job
+from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.division import optimizer_bytes
 from raytrain_plus.training.masters import copy_bytes
@@ -65,11 +66,6 @@ class StateSize:
         parallel, offloaded = job.parallel, job.offload == "optimizer"
         state = self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
         return state if apart else state + self.saved // workers
-
-
-def share_of(parallel: Parallel, workers: int) -> Fraction:
-    """Return the share that each of so many workers holds of what is sharded; all of it if nothing is."""
-    return Fraction(1) if parallel.sharded == "none" else Fraction(min(parallel.holders, workers), workers)
 
 
 def count_state(job: Job, task: Task) -> StateSize | None:

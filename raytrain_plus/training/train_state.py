@@ -8,7 +8,7 @@ step, `finish` applies it here too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -280,10 +280,13 @@ class TrainState:
             if self._averages is not None:
                 self._averages.begin()
 
-    def joined(self, parts: Sequence[transfer.Snapshot]) -> transfer.Snapshot:
-        """Return the state with the rows that are changed here, out of `parts` that together have it."""
+    def joined(self, parts: Sequence[transfer.Snapshot], others: Collection[str] = ()) -> transfer.Snapshot:
+        """Return the state with the rows that are changed here, out of `parts` that together have it.
+
+        `others`: the layers of other stages.
+        """
         names = [name for name, _ in rows_held(self.named)]
-        return transfer.with_rows(parts, names, self.trained.units, self.trained.mastered)
+        return transfer.with_rows(parts, names, self.trained.units, self.trained.mastered, others)
 
     def share_rows(self, owners: Sequence[Pieces]) -> None:
         """Prepare for a world in which each member changes the weights of some rows; `owners`: by rank."""
@@ -308,15 +311,15 @@ class TrainState:
         self.last_applied = self._held = self._ended = None
         self.trained.await_copies()
 
-    def adopt(self, snapshot: transfer.Snapshot) -> None:
-        """Replace the state by another worker's."""
+    def adopt(self, snapshot: transfer.Snapshot, *, spread: bool = True) -> None:
+        """Replace the state by another worker's; `spread`: whether it has the newest weights of all rows."""
         self.discard()
         self._copies.before_change()
         transfer.load_snapshot(snapshot, self.holding())
         self.trained.copy_to_model()
         self.restore_buffers()
         # Of masters it has its own rows, so the model lacks what others have.
-        self._spread_at = None if self.trained.mastered else snapshot.step
+        self._spread_at = None if self.trained.mastered or not spread else snapshot.step
         self.last_applied = snapshot.step
 
     def snapshot(self, wanted: Wanted = everything, rows: Pieces | None = None) -> transfer.Snapshot:
@@ -329,7 +332,15 @@ class TrainState:
         if rows is None:
             return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
         trained = self.trained
-        return transfer.take_rows(self.last_applied, self.holding(), wanted, rows, trained.units, trained.mastered)
+        return transfer.take_rows(
+            self.last_applied,
+            self.holding(),
+            wanted,
+            rows,
+            trained.units,
+            trained.mastered,
+            apart=not self.complete,
+        )
 
     def holding(self) -> Holding:
         """Return references to all parts of the state."""

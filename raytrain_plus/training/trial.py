@@ -34,7 +34,7 @@ from raytrain_plus.job.task_loader import (
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.parallel.sizing import most_workers
+from raytrain_plus.parallel.sizing import most_workers, share_of
 from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
@@ -53,7 +53,7 @@ from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
-from raytrain_plus.training.state_size import StateSize, share_of
+from raytrain_plus.training.state_size import StateSize
 from raytrain_plus.training.step import UNDEFINED
 from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control

@@ -40,6 +40,8 @@ def recall(prepared: Prepared, control: Control, step: int, *, in_use: bool) -> 
     found = None if now is None else prepared.copier.find(step, now.stage)
     if now is not None and found is not None and not in_use:
         control.enter("preparing")
+        # Copies are made of states with all their rows.
+        now.state.own(now.state.trained.rows)
         now.state.adopt(found)
     return replace(prepared.outcome("interrupted"), ready=None)
 

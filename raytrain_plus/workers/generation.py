@@ -15,6 +15,7 @@ from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
@@ -160,7 +161,13 @@ class Generation:
         """Return whether it has too few rows of the initial state, which nobody can give it."""
         assignment = self._assignment
         initial = assignment.first_step == 0 and bool(assignment.owners) and state.gathered is None
-        return initial and not state.trained.everything and state.trained.owned != assignment.owners[assignment.seat]
+        return initial and not state.trained.everything and state.trained.owned != self._owned
+
+    @property
+    def _owned(self) -> Pieces | None:
+        """The rows whose optimizer's state this member is to hold; None if that is not sharded."""
+        assignment = self._assignment
+        return assignment.owners[assignment.ring.rank] if assignment.owners else None
 
     def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, float]:
         """Form its worlds, which `stack` leaves, and prepare to make steps in them.
@@ -203,7 +210,7 @@ class Generation:
     def _take_state(self, state: TrainState) -> int:
         """Take the state that this member lacks; return how many bytes came from others."""
         assignment, layers = self._assignment, self._assignment.layers
-        owned = assignment.owners[assignment.seat] if assignment.owners else None
+        owned = self._owned
         if owned is not None:
             state.share_rows(assignment.owners)
         if assignment.lacks not in ("newer", "stage", "rows"):
@@ -228,7 +235,8 @@ class Generation:
         if assignment.lacks == "rows":
             parts.insert(0, undigested(step, state.holding(), everything))
         state.own(owned)
-        state.adopt(state.joined(parts))
+        # Who gives may lack weights that others have changed; the members send theirs before the first step.
+        state.adopt(state.joined(parts, layers.others), spread=not assignment.incomplete)
         return moved
 
     def _form(self, invitation: Invitation) -> World:

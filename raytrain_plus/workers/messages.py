@@ -13,7 +13,7 @@ from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import Share
@@ -184,8 +184,8 @@ class Assignment:
     first_step: int
     lacks: Lacks | None
     """What the member does not have yet. `Worker.take` gets the references to what others provide."""
-    own_copies: tuple[tuple[Stage, tuple[str, ...] | None], ...] = ()
-    """The parts of that which it has copies of: the stage, and those of its layers that are wanted (None for all)."""
+    own_copies: tuple[tuple[Stage, tuple[str, ...] | None, tuple[Piece, ...] | None], ...] = ()
+    """The parts of that which it has copies of: the stage, and its layers and rows: see `StateSource.snapshot`."""
     gives: int
     """How often other members copy a state from this one."""
     buddy: Buddy | None
@@ -198,7 +198,7 @@ class Assignment:
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
     owners: tuple[Pieces, ...] = ()
-    """If the optimizer's state is sharded, the rows of which each member holds it, by seat."""
+    """If the optimizer's state is sharded, the rows of which each member of its ring holds it, by rank."""
     incomplete: bool = False
     """Whether some member may lack weights that others have changed in the step before the first."""
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)

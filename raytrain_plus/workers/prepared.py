@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,17 +22,18 @@ from raytrain_plus.job.task_loader import as_task_error, load_function, load_tas
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state, task_of
+from raytrain_plus.training.build import build_state, divided_layers, task_of
+from raytrain_plus.training.division import Division
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.memory_limits import total_memory
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trained import Named, units_of
 from raytrain_plus.training.trial import Trial, check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
@@ -142,6 +144,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
             else measure_layers(task, job.seed, technique_of(job, device), first, job.parallel.overlaps)
         )
         ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
+        if job.parallel.sharded != "none":
+            named, division = divided_layers(job, task, device)
+            ready = replace(ready, rows=_row_sizes(named, units_of(named, division.undivided), division))
     made = Prepared(
         plan=plan,
         task=task,
@@ -204,21 +209,28 @@ def _size_of(state: TrainState) -> PreparedReport:
         parameters=sum(value.numel() for _, value in trained),
         # An optimizer has two numbers, as a rule, for each weight that it trains.
         state_bytes=sum(value.nbytes for value in held) + 2 * changed,
-        rows=_row_sizes(state),
+        rows=_rows_held(state),
     )
 
 
-def _row_sizes(state: TrainState) -> dict[str, tuple[int, int, int]]:
+def _rows_held(state: TrainState) -> dict[str, tuple[int, int, int]]:
     """Return the rows of each weight, and their bytes, if the state can be divided: see `PreparedReport.rows`."""
     trained, division = state.trained, state.division
     if division is None:
         return {}
-    row_bytes = trained.row_bytes
-    held = dict(division.state_bytes)
+    rows = _row_sizes(trained.weights, trained.units, division)
     for name, value in trained.weights if trained.gathered else ():
         # The rows of the weights themselves, too.
-        held[name] += value.numel() * trained.dtypes[name].itemsize // max(1, trained.units[name])
-    return {name: (count, row_bytes[OF_ROWS + name], held[name]) for name, count in trained.units.items()}
+        count, row_bytes, held = rows[name]
+        rows[name] = count, row_bytes, held + value.numel() * trained.dtypes[name].itemsize // max(1, count)
+    return rows
+
+
+def _row_sizes(weights: Named, units: Mapping[str, int], division: Division) -> dict[str, tuple[int, int, int]]:
+    """Return `PreparedReport.rows`, given how many rows each weight has."""
+    return {
+        name: (units[name], value.nbytes // max(1, units[name]), division.state_bytes[name]) for name, value in weights
+    }
 
 
 def _size_of_layers(found: tuple[Layer, ...], device: torch.device) -> PreparedReport:

@@ -15,6 +15,7 @@ import torch
 
 from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.finite import check_finite
@@ -59,19 +60,25 @@ class StateSource:
         """
         own, wanted = self._own.at(step, stage), everything if layers is None else layers.__contains__
         if own is None:
-            snapshot = self.copy_of(step, stage, layers)
+            snapshot = self.copy_of(step, stage, layers, rows)
         else:
             snapshot = own.snapshot(wanted, None if rows is None else Pieces.of(rows))
         with self._giving:
             self._given[generation] += 1
         return snapshot
 
-    def copy_of(self, step: int, stage: Stage, layers: Collection[str] | None) -> Snapshot:
-        """Return the copy that this worker keeps of that stage's state after `step`, or of some of its layers."""
+    def copy_of(
+        self, step: int, stage: Stage, layers: Collection[str] | None, rows: Sequence[Piece] | None = None
+    ) -> Snapshot:
+        """Return the copy that this worker keeps of that stage's state after `step`, or of some of its layers.
+
+        `layers`, `rows`: see `snapshot`. The layers of which rows are wanted are given whole.
+        """
         copy = self._copier.find(step, stage)
         if copy is None:
             raise RunError(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
-        return copy if layers is None else part_of(copy, layers.__contains__)
+        wanted = None if layers is None else {*layers, *layers_of(Pieces.of(rows or ()))}
+        return copy if wanted is None else part_of(copy, wanted.__contains__)
 
     def wait_until_given(self, generation: int, times: int, check: Callable[[], None]) -> None:
         """Wait until others were given so many states to begin that generation with; `check` may raise meanwhile."""

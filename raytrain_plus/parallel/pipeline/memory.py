@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers, result_depends_on_partition
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.storage.size_text import size_text
+
+MOMENTS_BYTES = 8
+"""Bytes of an optimizer's state for each trained value: two float32 numbers, as a rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,16 @@ def partition_within_memory(
     stage = takes.index(max(takes))
     layer = max((name for chunk in best[stage] for name in chunk), key=lambda name: sizes[name])
     return Misfit(stages, stage, takes[stage], room, layer, sizes[layer])
+
+
+def sharing_optimizer(layers: Sequence[Layer], share: Fraction) -> list[Layer]:
+    """Return layers of whose optimizer's state a worker holds only this share: of two numbers for each trained value.
+
+    >>> [layer.bytes for layer in sharing_optimizer([Layer("a", 1.0, 160, parameters=10)], Fraction(1, 4))]
+    [100]
+    """
+    rest = 1 - share
+    return [replace(layer, bytes=layer.bytes - int(rest * MOMENTS_BYTES * layer.parameters)) for layer in layers]
 
 
 def _open(schedule: Schedule, stages: int, microbatches: int) -> int:

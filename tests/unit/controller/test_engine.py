@@ -346,7 +346,7 @@ def test_a_worker_whose_state_nobody_else_holds_is_copied_to_its_buddy(started: 
     run.turn()
     # The buddy is asked whether its copy is whole; then it is its own donor, and computes the second step again.
     assert run.workers.take() == [(B, name) for name in ("has_copy", "serve", "take")]
-    assert run.assignment(B).own_copies == ((Stage(), None),)
+    assert run.assignment(B).own_copies == ((Stage(), None, None),)
     assert (run.assignment(B).lacks, run.assignment(B).first_step) == ("newer", 1)
     assert "resumed" not in run.kinds()
 

@@ -9,9 +9,11 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Parallel
 from raytrain_plus.membership.mesh import Shape, Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.state.rows import only_rows
 from raytrain_plus.state.stages import REST
 from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
@@ -43,12 +45,25 @@ def test_a_stage_has_its_layers_and_what_trains_has_the_rest() -> None:
     found.fit((2,), ["a", "b"])
     stages = [Stage(0, 2), Stage(1, 2)]
     assert [found.layers(stage).chunks for stage in stages] == [(("front",),), (("back",),)]
-    assert {stage: pieces.names for stage, pieces in found.parts.items()} == {
+    assert {stage: pieces.names for stage, pieces in found.parts(Pieces()).items()} == {
         Stage(): (REST, "back", "front"),
         Stage(0, 2): (REST, "front"),
         Stage(1, 2): (REST, "back"),
     }
     assert found.holders([*stages, stages[0]]) == {REST: (0, 1, 2), "front": (0, 2), "back": (1,)}
+
+
+def test_a_stage_has_the_rows_of_its_layers_weights() -> None:
+    found = partitions(400)
+    found.fit((2,), ["a", "b"])
+    front, back = Piece("optim/front.weight", 0, 4), Piece("optim/back.0.weight", 0, 3)
+    parts = found.parts(Pieces.of([front, back]))
+    rows = {stage: only_rows(pieces) for stage, pieces in parts.items()}
+    assert rows == {
+        Stage(): Pieces.of([front, back]),
+        Stage(0, 2): Pieces.of([front]),
+        Stage(1, 2): Pieces.of([back]),
+    }
     assert found.layers(Stage()) == WHOLE
     assert found.parameters(form_view(0, ["a", "b"], Shape(1, 2), 2)) == {"a": 6, "b": 5}
     assert found.parameters(form_view(0, ["a", "b"], Shape(2), 2)) == {"a": 11, "b": 11}

@@ -117,8 +117,15 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD, ["parallel.holders=0"], "0 is out of range"),
         (
             GOOD,
-            ["workers.min=4", "parallel.pipeline=2", "parallel.sharded=optimizer"],
-            "the state of a model in 2 stages is not sharded",
+            ["workers.min=4", "parallel.pipeline=2", "parallel.sharded=full"],
+            "the weights of a model in 2 stages are not sharded",
+        ),
+        (GOOD + PIPEDREAM, ["workers.min=4", "parallel.sharded=optimizer"], "pipedream does not support a sharded"),
+        (GOOD + STAGES, ["parallel.sharded=optimizer"], "the state of one replica is not sharded"),
+        (
+            GOOD,
+            ["workers.min=4", "parallel.pipeline=2", "parallel.sharded=optimizer", "parallel.holders=3"],
+            "3 holders of each row, but there are at most 2 replicas",
         ),
         (GOOD + PIPEDREAM, ["reduction=exact"], "pipedream does not support reduction: exact"),
         (GOOD + PIPEDREAM, ["clip_norm=1"], "clip_norm, which needs the gradients of all stages at the same step"),
@@ -378,7 +385,7 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    # Stages go together with neither skipped rows nor a sharded state.
+    # Stages go together with no skipped rows, and two of them on two workers are one replica.
     alone = ("data.on_error", "parallel.sharded")
     text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key not in alone)
     # The state of one worker is not sharded.

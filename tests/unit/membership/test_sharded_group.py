@@ -16,17 +16,34 @@ from raytrain_plus.membership.sizes import SizeTable
 
 ROWS, ROW_BYTES = Pieces.of([Piece("optim/w", 0, 120)]), {"optim/w": 4}
 WHOLE = Stage()
+FRONT, BACK = Stage(0, 2), Stage(1, 2)
+OF_FRONT, OF_BACK = Pieces.of([Piece("optim/front.w", 0, 120)]), Pieces.of([Piece("optim/back.w", 0, 60)])
+BOTH_BYTES = {"optim/front.w": 4, "optim/back.w": 4}
+IN_TWO_STAGES = e.Fitted(
+    (2,),
+    {
+        FRONT: union([Pieces.of([Piece("front")]), OF_FRONT]),
+        BACK: union([Pieces.of([Piece("back")]), OF_BACK]),
+        WHOLE: union([Pieces.of([Piece("front"), Piece("back")]), OF_FRONT, OF_BACK]),
+    },
+    union([OF_FRONT, OF_BACK]),
+    BOTH_BYTES,
+)
 
 
 class Workers:
     """Workers that answer as real ones do, and the group that the machine makes of them."""
 
-    def __init__(self, count: int, minimum: int = 1, durable: int = -1, spares: int = 0) -> None:
-        sizes = SizeTable(minimum, count, 12)
-        limits = Limits(sizes=sizes, spares=spares, steps=100, max_failures=None, expected=count + spares, holders=2)
-        self.group, self.commands = begin(limits, durable)
+    def __init__(
+        self, count: int, minimum: int = 1, durable: int = -1, spares: int = 0, stages: int = 1, holders: int = 2
+    ) -> None:
+        sizes = SizeTable(minimum, count, 12, (stages,))
+        self.group, self.commands = begin(
+            Limits(sizes=sizes, spares=spares, steps=100, max_failures=None, expected=count + spares, holders=holders),
+            durable,
+        )
         self.names = [f"worker-{number}" for number in range(count + spares)]
-        self.feed(e.Fitted((1,), {}, ROWS, ROW_BYTES))
+        self.feed(e.Fitted((1,), {}, ROWS, ROW_BYTES) if stages == 1 else IN_TWO_STAGES)
 
     def feed(self, *events: e.Event) -> list[e.Command]:
         """Feed events; return the commands that follow."""
@@ -53,9 +70,11 @@ class Workers:
 
     def leave(self, join: e.Join, why: Any, holds: int, without: tuple[str, ...] = (), **changes: Any) -> None:
         """The members of a view come back with what they were to own."""
-        for name in (name for name in join.owners if name not in without):
-            owned = join.owners[name]
-            self.feed(e.Left(name, join.view.generation, holds, why, stage=WHOLE, owned=owned, **changes))
+        for seat, member in enumerate(join.view.members):
+            name, stage = member.worker, join.view.shape.stage(seat)
+            if name not in without:
+                owned = join.owners[name]
+                self.feed(e.Left(name, join.view.generation, holds, why, stage=stage, owned=owned, **changes))
 
 
 def pair_of(first: e.Join, *, all_left: bool) -> tuple[str, str]:
@@ -181,3 +200,73 @@ def test_a_reader_that_is_lost_is_replaced_by_one_that_has_read() -> None:
     commands = workers.feed(e.Lost(second[0].worker, "gone"))
     [again] = [command for command in commands if isinstance(command, e.Restore)]
     assert (again.worker, again.owned) == ("worker-0", ROWS)
+
+
+def stages_in(join: e.Join) -> dict[str, Stage]:
+    """Return the stage that each member is to hold."""
+    return {member.worker: join.view.shape.stage(seat) for seat, member in enumerate(join.view.members)}
+
+
+def test_the_members_that_hold_a_stage_share_its_rows() -> None:
+    join = Workers(6, stages=2).start()
+    assert join.view.shape.sizes == (3, 2, 1)
+    for stage, rows in ((FRONT, OF_FRONT), (BACK, OF_BACK)):
+        owners = {name: join.owners[name] for name, of in stages_in(join).items() if of == stage}
+        assert not shortage(rows, owners, 2)
+        assert {own.size(BOTH_BYTES) for own in owners.values()} == {rows.size(BOTH_BYTES) * 2 // 3}
+        assert union(owners.values()) == rows
+
+
+def test_after_a_loss_the_stages_of_the_other_replicas_keep_their_rows() -> None:
+    workers = Workers(6, stages=2)
+    first = workers.start()
+    lost = first.view.members[1].worker
+    workers.feed(e.Committed(0, 5), e.Lost(lost, "gone"))
+    workers.leave(first, "interrupted", 5, without=(lost,))
+    second = workers.join()
+    assert second.view.shape.sizes == (2, 2, 1)
+    assert (second.first_step, second.lacks) == (6, {})
+    stages = stages_in(second)
+    assert {name: second.owners[name] for name, stage in stages.items() if stage == BACK} == {
+        name: first.owners[name] for name, stage in stages.items() if stage == BACK
+    }
+    for stage, rows in ((FRONT, OF_FRONT), (BACK, OF_BACK)):
+        assert union(second.owners[name] for name, of in stages.items() if of == stage) == rows
+
+
+def test_of_a_single_holder_s_rows_a_replica_without_a_partner_gives_its_own() -> None:
+    """Two replicas become one: what the first stage of the broken one alone holds goes to that of the other."""
+    workers = Workers(4, minimum=2, stages=2, holders=1)
+    first = workers.start()
+    stages = stages_in(first)
+    back = [name for name, stage in stages.items() if stage == BACK]
+    workers.feed(e.Committed(0, 5), e.Lost(back[0], "gone"))
+    workers.leave(first, "interrupted", 5, without=(back[0],))
+    assert workers.join().first_step == 0, "the lost rows had one holder, and there is no checkpoint"
+    workers = Workers(4, minimum=2, stages=2, holders=1)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5))
+    workers.feed(e.Notice(back[0]))
+    workers.leave(first, "paused", 5)
+    second = workers.join()
+    assert second.view.shape.sizes == (1, 2, 1)
+    for name, stage in stages_in(second).items():
+        assert second.owners[name] == (OF_FRONT if stage == FRONT else OF_BACK)
+    assert set(second.lacks.values()) == {"rows"}
+    assert {name for name, _ in second.donors} == set(first.owners)
+
+
+def test_the_rows_of_each_stage_are_read_from_a_checkpoint_by_as_many_as_there_are_replicas() -> None:
+    workers = Workers(4, minimum=4, durable=7, stages=2)
+    reads: list[e.Restore] = []
+    for name in workers.names:
+        workers.feed(e.Up(name, node=name))
+    for name in workers.names:
+        reads += [command for command in workers.feed(e.Ready(name, -1)) if isinstance(command, e.Restore)]
+    for stage, rows in ((FRONT, OF_FRONT), (BACK, OF_BACK)):
+        parts = [command.owned or Pieces() for command in reads if command.stage == stage]
+        assert [part.size(BOTH_BYTES) for part in parts] == [rows.size(BOTH_BYTES) // 2] * 2
+        assert union(parts) == rows
+    for command in reads:
+        workers.feed(e.Ready(command.worker, 7, command.stage, command.owned))
+    assert workers.join().first_step == 8

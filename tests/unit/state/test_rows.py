@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state import rows as module
-from raytrain_plus.state.rows import Packed, Rows, assemble, only_rows, parse_rows, restrict, rows_of, whole_name
+from raytrain_plus.state.rows import (
+    Packed,
+    Rows,
+    assemble,
+    only_rows,
+    parse_rows,
+    put_values,
+    restrict,
+    rows_of,
+    values_of,
+    whole_name,
+)
 
 ROWS, WIDTH = 9, 3
 UNITS = {"w": ROWS, "b": 4, "whole": 1}
@@ -52,6 +63,27 @@ def part(*ranges: tuple[int, int], master: bool = False) -> tuple[dict[str, Pack
 
 def test_the_examples_hold() -> None:
     assert doctest.testmod(module).failed == 0
+
+
+def test_the_values_of_rows_are_put_into_older_weights() -> None:
+    units = {"w": ROWS, "whole": 1}
+    new = {"param/w": packed(WHOLE + 100), "param/whole": packed(np.float32(7).reshape(())), "buffer/m": packed(WHOLE)}
+    wanted = Pieces.of([Piece("optim/w", 2, 5), Piece("optim/w", 7, 9), Piece("optim/whole"), Piece("optim/other")])
+    values = values_of(new, wanted, units)
+    assert {name: one[1] for name, one in values.items()} == {
+        "param/w[2:5]": (3, WIDTH),
+        "param/w[7:9]": (2, WIDTH),
+        "param/whole[0:1]": (),
+    }
+    old = {"param/w": packed(WHOLE), "param/whole": packed(np.float32(3).reshape(())), "buffer/m": packed(WHOLE)}
+    found = put_values(old | values, units)
+    assert found.keys() == old.keys()
+    expected = WHOLE.copy()
+    expected[2:5] += 100
+    expected[7:9] += 100
+    np.testing.assert_array_equal(unpacked(found["param/w"]), expected)
+    assert unpacked(found["param/whole"]) == 7
+    np.testing.assert_array_equal(unpacked(old["param/w"]), WHOLE, "what was given is as it was")
 
 
 CUTS = st.lists(st.integers(1, ROWS - 1), max_size=4).map(lambda cuts: sorted({0, *cuts, ROWS}))

@@ -241,7 +241,7 @@ class Sharded:
             self.moved += self.broken and name in able
             replicated = whole_parts[name if name in able else able[0]]
             mine.own(owners[name])
-            mine.adopt(mine.joined([replicated, *whole_parts.values()]))
+            mine.adopt(mine.joined([replicated, *whole_parts.values()]), spread=False)
         for steps in self.members.values():
             steps.state.share_rows(list(owners.values()))
         self.broken = False

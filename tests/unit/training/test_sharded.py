@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from raytrain_plus.membership.pieces import assign
+from raytrain_plus.state.stages import everything
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic
 from raytrain_plus.training.technique import PLAIN, Technique
@@ -51,6 +53,39 @@ def test_any_number_of_workers_has_the_bits_of_one(technique: Technique, size: i
     assert found == metrics
     owned = [one.state.trained.owned for one in group.members.values()]
     assert all(one != group.members["w0"].state.trained.rows for one in owned) == (size > HOLDERS)
+
+
+def test_rows_come_with_their_newest_values_from_those_who_have_changed_them() -> None:
+    """A worker that takes over takes each row from a holder, whose other weights may be those of an earlier step."""
+    group = Sharded(PLAIN)
+    for _ in range(3):
+        group.join()
+    group.form(3)
+    group.step(False, random.Random(0), None)
+    states = {name: steps.state for name, steps in group.members.items()}
+    expected = joined([*states.values()])
+    for state in states.values():
+        snapshot = state.snapshot()
+        state.adopt(snapshot, spread=False)
+        assert not state.complete
+        for name, value in state.trained.weights:
+            own = {id(parameter) for parameter in state.trained.parameters_of(name)}
+            kept = {of: one.detach().clone() for of, one in state.named if id(one) in own}
+            value.detach().fill_(torch.nan)
+            for of, one in state.named:
+                if of in kept:
+                    one.detach().copy_(kept[of])
+    heir = group.make().state
+    trained = heir.trained
+    given = assign(trained.rows, {name: state.trained.owned for name, state in states.items()}, trained.row_bytes)
+    assert len(given) > 1
+    parts = [
+        states[name].snapshot(everything if number == 0 else set().__contains__, rows)
+        for number, (name, rows) in enumerate(given.items())
+    ]
+    heir.adopt(heir.joined(parts), spread=False)
+    assert differing(joined([heir]), expected) == []
+    assert heir.complete, "it has all rows itself"
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
