@@ -1,6 +1,6 @@
 """What the death of a worker costs: this platform and its peers, the same small model, one after the other.
 
-python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--only ours,torchft] [--keep FOLDER]
+python -m tests.benchmarks.recovery [--model byte_gpt] [--kills 60] [--peers 10] [--rounds 1] [--only ours,torchft]
 
 Four workers train, as four copies of the model, as two replicas of two stages, or as one of four, which is then
 partitioned into three or, if two die at once, into two. The worker to be killed, with SIGKILL, is drawn at random. The
@@ -26,10 +26,13 @@ Measure = Callable[..., list[Incident]]
 
 CONTESTANTS: dict[str, tuple[str, Measure, float]] = {
     "ours": ("raytrain_plus, shrinking", ours.measure, 1.0),
-    "sharded": ("raytrain_plus, sharded", partial(ours.measure, sharded=True), 1.0),
+    "sharded": ("raytrain_plus, sharded: optimizer", partial(ours.measure, sharded="optimizer"), 1.0),
+    "full": ("raytrain_plus, sharded: full", partial(ours.measure, sharded="full"), 1.0),
     "spare": ("raytrain_plus, with a spare", partial(ours.measure, spares=1), 1.0),
-    "sharded_spare": ("raytrain_plus, sharded, a spare", partial(ours.measure, sharded=True, spares=1), 1.0),
+    "sharded_spare": ("raytrain_plus, optimizer, a spare", partial(ours.measure, sharded="optimizer", spares=1), 1.0),
+    "full_spare": ("raytrain_plus, full, a spare", partial(ours.measure, sharded="full", spares=1), 1.0),
     "stages": ("raytrain_plus, 2 x 2 stages", partial(ours.measure, pipeline=2), 1.0),
+    "sharded_stages": ("raytrain_plus, optimizer, 2 x 2", partial(ours.measure, sharded="optimizer", pipeline=2), 1.0),
     "stages_spare": ("raytrain_plus, 2 x 2, a spare", partial(ours.measure, pipeline=2, spares=1), 1.0),
     "repartition": ("raytrain_plus, 4 stages to 3", partial(ours.measure, pipeline=4), 1.0),
     "repartition_two": ("raytrain_plus, 4 stages to 2", partial(ours.measure, pipeline=4, two=True), 1.0),
@@ -63,8 +66,11 @@ def row(name: str, incidents: Sequence[Incident]) -> str:
 LONGEST_S = {
     "ours": {"p50": 0.35, "max": 1.5},
     "sharded": {},
+    "full": {},
     "spare": {"p50": 0.6},
     "sharded_spare": {},
+    "full_spare": {},
+    "sharded_stages": {},
     "stages": {"p50": 0.6},
     "stages_spare": {"p50": 0.6},
     "repartition": {"p50": 1.5},
@@ -73,9 +79,15 @@ LONGEST_S = {
 """Limits of the stalls, in seconds."""
 KEPT = 97.0
 """Minimum percentage of the kills after which every survivor continues in its process."""
-SOME_STAND_BY = ("stages", "repartition", "repartition_two")
+SOME_STAND_BY = ("stages", "sharded_stages", "repartition", "repartition_two")
 """Cases in which the dead worker's replica dissolves until another worker has come."""
-AS_LONG_AS = {"sharded": "ours", "sharded_spare": "spare"}
+AS_LONG_AS = {
+    "sharded": "ours",
+    "full": "ours",
+    "sharded_spare": "spare",
+    "full_spare": "spare",
+    "sharded_stages": "stages",
+}
 """Cases that may stall `AS_LONG` times as long as others, by their p50."""
 AS_LONG = 1.25
 FASTER = {"torchft": 3, "ray_train": 30}
@@ -115,6 +127,9 @@ def main() -> None:
     parser.add_argument("--model", default="byte_gpt", choices=["byte_gpt", "25m"])
     parser.add_argument("--kills", type=int, default=60, help="of this platform's workers, each way")
     parser.add_argument("--peers", type=int, default=10, help="of each peer's; Horovod Elastic, which is slow, half")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="in which all take turns, each with its part of the kills"
+    )
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="who takes part")
     parser.add_argument("--keep", type=Path, help="an empty folder for what the runs leave; else it is deleted")
     options = parser.parse_args()
@@ -122,26 +137,33 @@ def main() -> None:
         folder = options.keep or Path(made)
         print(f"{options.model}: four workers; what the death of one, or of two at once, costs")
         print(HEAD)
-        measured: dict[str, Sequence[Incident]] = {}
-        for key in options.only.split(","):
-            name, measure, share = CONTESTANTS[key]
-            if key == "torchft" and find_spec("torchft") is None:
-                print(f"  {name:30} is not installed: pip install torchft==0.2.0", flush=True)
-                continue
-            mine = key in LONGEST_S
-            kills = options.kills if mine else round(share * options.peers)
-            measured[key] = measure(folder / key, kills, model=options.model)
-            print(row(name, measured[key]), flush=True)
-            for said in verdicts(key, measured) if options.model == "byte_gpt" else ():
-                print(f"  {'':30} {said}", flush=True)
-            if mine:
-                told = ours.recoveries(folder / key)
-                phases = [recovery["phases"] for recovery in told]
-                medians = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
-                spelled = ", ".join(f"{name} {seconds:.3f}" for name, seconds in medians.items())
-                print(f"  {'':30} medians of its phases, in seconds: {spelled}", flush=True)
-                replaced = sum(bool(recovery["replaced"]) for recovery in told)
-                print(f"  {'':30} a spare took the dead one's place in {replaced} of {len(told)}", flush=True)
+        measured: dict[str, list[Incident]] = {}
+        for number in range(options.rounds):
+            for key in options.only.split(","):
+                name, measure, share = CONTESTANTS[key]
+                if key == "torchft" and find_spec("torchft") is None:
+                    print(f"  {name:30} is not installed: pip install torchft==0.2.0", flush=True)
+                    continue
+                kills = options.kills if key in LONGEST_S else round(share * options.peers)
+                found = measure(folder / key / f"round-{number}", -(-kills // options.rounds), model=options.model)
+                measured.setdefault(key, []).extend(found)
+                if number == options.rounds - 1:
+                    report(key, measured, folder, judged=options.model == "byte_gpt")
+
+
+def report(key: str, measured: Mapping[str, Sequence[Incident]], folder: Path, *, judged: bool) -> None:
+    """Print what was measured of one contestant, whose runs are under `folder`; `judged`: beside the limits."""
+    print(row(CONTESTANTS[key][0], measured[key]), flush=True)
+    for said in verdicts(key, measured) if judged else ():
+        print(f"  {'':30} {said}", flush=True)
+    if key in LONGEST_S:
+        told = ours.recoveries(folder / key)
+        phases = [recovery["phases"] for recovery in told]
+        medians = {name: statistics.median(phase[name] for phase in phases) for name in phases[0]}
+        spelled = ", ".join(f"{name} {seconds:.3f}" for name, seconds in medians.items())
+        print(f"  {'':30} medians of its phases, in seconds: {spelled}", flush=True)
+        replaced = sum(bool(recovery["replaced"]) for recovery in told)
+        print(f"  {'':30} a spare took the dead one's place in {replaced} of {len(told)}", flush=True)
 
 
 if __name__ == "__main__":

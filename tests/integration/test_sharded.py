@@ -63,12 +63,13 @@ def test_a_loss_moves_nothing_and_its_rows_soon_have_two_holders_again(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(480)
 @both
 def test_a_rescaled_run_that_is_stopped_resumes_at_any_size_with_the_same_bits(
     tmp_path: Path, sharded: Sharded
 ) -> None:
     write_data(tmp_path / "data", rows=517)
-    settings: dict[str, Any] = {"steps": 120, "args": {"pad_s": 0.02}}
+    settings: dict[str, Any] = {"steps": 200, "args": {"pad_s": 0.02}}
     expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel(), **settings)))
     settings["parallel"] = Parallel(sharded=sharded)
     run = Run(exact(tmp_path, "stopped", workers=Workers(min=3), **settings))

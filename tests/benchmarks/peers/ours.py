@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Set
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -34,8 +34,8 @@ class Logged(ByteGPT):
 
     def __init__(self, model: str, folder: str, pipeline: int, sharded: bool = False) -> None:
         super().__init__(width=SIZES[model].width)
-        # Before a sharded state is built, four optimizers show how it can be divided.
-        self._probes = 4 if sharded else 0
+        # Before a sharded state is built, four optimizers show how it can be divided; with stages, also before that.
+        self._probes = (8 if pipeline > 1 else 4) if sharded else 0
         self._folder = Path(folder)
         self._log: Log | None = None
         # In stages the layers are measured at warm-up, the first and the last of them with the loss.
@@ -77,7 +77,7 @@ def measure(
     spares: int = 0,
     pipeline: int = 1,
     two: bool = False,
-    sharded: bool = False,
+    sharded: Sharded = "none",
 ) -> list[Incident]:
     """Kill `kills` workers, one after the other, in runs under `folder`.
 
@@ -86,7 +86,7 @@ def measure(
     """
 
     def start(made: Path) -> AbstractContextManager[object]:
-        arguments = (model, str(spares), str(pipeline), "optimizer" if sharded else "none")
+        arguments = (model, str(spares), str(pipeline), sharded)
         return started(DRIVER, made, *arguments, settings={"RAY_AUTH_MODE": "disabled"})
 
     if two:
@@ -108,7 +108,8 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def recoveries(folder: Path) -> list[Mapping[str, Any]]:
     """Return the recoveries of the runs under `folder`."""
-    return [event for run in sorted(folder.glob("run-*")) for event in events(run) if event["kind"] == "recovered"]
+    runs = sorted(folder.glob("**/run-*"))
+    return [event for run in runs for event in events(run) if event["kind"] == "recovered"]
 
 
 def drive(folder: Path, model: str, spares: int, pipeline: int, sharded: Sharded) -> None:
@@ -137,5 +138,5 @@ if __name__ == "__main__":
     # Under its own name: a task in `__main__` would travel by value.
     from tests.benchmarks.peers import ours
 
-    sharded: Sharded = "optimizer" if sys.argv[5] == "optimizer" else "none"
-    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sharded)
+    [way] = [one for one in get_args(Sharded) if one == sys.argv[5]]
+    ours.drive(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), way)
