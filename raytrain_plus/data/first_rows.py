@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from raytrain_plus.data.reader import Collate, Microbatch, cut, microbatch_rows
+from raytrain_plus.data.microbatches import Collate, Microbatch, cut, microbatch_rows
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.data.unusable import faults_of, joined, usable
 from raytrain_plus.errors import DataError

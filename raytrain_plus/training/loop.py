@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.ledger import SKIPPED
-from raytrain_plus.data.reader import StepBatches
+from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.data.collate import default_weight
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task

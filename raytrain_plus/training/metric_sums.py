@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 
 ShardBatches = Callable[[int], Iterable[Microbatch]]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.training.header import ShardReport
 from raytrain_plus.training.step_metrics import differing

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from raytrain_plus.data.ledger import NOTE, SKIPPED
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import StepTotals

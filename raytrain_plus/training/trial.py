@@ -19,7 +19,7 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.first_rows import first_rows, microbatch_of
-from raytrain_plus.data.reader import Microbatch, microbatch_rows
+from raytrain_plus.data.microbatches import Microbatch, microbatch_rows
 from raytrain_plus.data.transform_block import Rows, without_ids
 from raytrain_plus.data.unusable import joined, usable
 from raytrain_plus.device_copies import to_device

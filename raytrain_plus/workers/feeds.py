@@ -11,16 +11,9 @@ from typing import Any
 import ray
 
 from raytrain_plus.data.first_rows import first_microbatch
+from raytrain_plus.data.microbatches import Collate, Microbatch, microbatch_rows
 from raytrain_plus.data.of_job import evaluation_order_of, held_out_rows_of, rows_of, sample_order_of
-from raytrain_plus.data.reader import (
-    Batches,
-    Collate,
-    Counts,
-    Microbatch,
-    held_out,
-    held_out_counts,
-    microbatch_rows,
-)
+from raytrain_plus.data.reader import Batches, Counts, held_out, held_out_counts
 from raytrain_plus.data.row_names import named_rows
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.training.build import own_share, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate

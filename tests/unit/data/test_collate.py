@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithFlattening
 
 from raytrain_plus.data.collate import READY, pack, pad, set_collate
-from raytrain_plus.data.reader import collates_rows
+from raytrain_plus.data.microbatches import collates_rows
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.value_checks import COLLATES
 from raytrain_plus.task import Task, column_tensor

@@ -14,7 +14,8 @@ from PIL import Image
 
 from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.reader import Batches, Microbatch, held_out
+from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reader import Batches, held_out
 from raytrain_plus.data.reads import reads
 from raytrain_plus.data.row_fault import RowFault
 from raytrain_plus.data.sample_order import SampleOrder

@@ -17,8 +17,8 @@ from examples.byte_gpt import held_out, sources
 from examples.gpt import END, GPT, ROW, SIZES, TOKENS, prepare, trained_tokenizer
 from raytrain_plus import RunFacts
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.data.page_checksum import without_checksums
-from raytrain_plus.data.reader import Microbatch
 from raytrain_plus.data.source import index
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.training.build import whole_steps

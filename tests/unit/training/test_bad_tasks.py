@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.build import whole_steps

@@ -16,7 +16,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext

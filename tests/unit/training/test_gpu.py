@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_clock import marks
 from raytrain_plus.device_copies import BatchCopies, pinned
 from raytrain_plus.job.setting_types import Precision as Name

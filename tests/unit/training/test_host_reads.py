@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training import loss, whole
 from raytrain_plus.training.build import whole_steps

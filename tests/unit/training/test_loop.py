@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch, StepBatches
+from raytrain_plus.data.microbatches import Microbatch, StepBatches
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.early_stop import Stopping

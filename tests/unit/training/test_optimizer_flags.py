@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model

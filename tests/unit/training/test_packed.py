@@ -18,8 +18,8 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.collate import set_collate
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.microbatches import Microbatch, cut
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.reader import Microbatch, cut
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.evaluation import evaluate

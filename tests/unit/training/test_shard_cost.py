@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reader import Microbatch
+from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.job.settings import Data, Job
 from raytrain_plus.task import Task
 from raytrain_plus.training import shard_cost

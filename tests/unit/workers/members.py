@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from raytrain_plus.collective.invitation import Invitation
-from raytrain_plus.data.reader import StepBatches
+from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.data.source import index
 from raytrain_plus.job.settings import Data, Job
 from raytrain_plus.membership.mesh import Stage
