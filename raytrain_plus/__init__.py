@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
+from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import (
     Checkpoint,
-    Data,
     EarlyStop,
     Elastic,
     Ema,

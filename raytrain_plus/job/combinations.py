@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raytrain_plus.errors import JobError
-from raytrain_plus.job.settings import Data, EarlyStop, Elastic, Ema, Evaluate, Job, Parallel, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import EarlyStop, Elastic, Ema, Evaluate, Job, Parallel, Workers
 
 _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "`precision: tf32`": {"precision": "tf32", "workers": Workers(min=4, gpus=1)},

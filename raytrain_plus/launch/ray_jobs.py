@@ -222,7 +222,7 @@ def unneeded_by(job: Job, folder: Path) -> list[str]:
 
     The machines read the data where it is, or make it.
 
-    >>> from raytrain_plus.job.settings import Data
+    >>> from raytrain_plus.job.data_settings import Data
     >>> data = Data(path="data/x", batch_size=8, prepare="t:p")
     >>> unneeded_by(Job(name="n", task="t:T", steps=1, data=data), Path.cwd())
     ['/runs/*/', '/data/x/**/*.parquet']

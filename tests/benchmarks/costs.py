@@ -24,7 +24,8 @@ from typing import Any
 from raytrain_plus import Job
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.job.settings import Data, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Workers
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder

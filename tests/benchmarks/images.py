@@ -31,7 +31,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from raytrain_plus import Job, Task
-from raytrain_plus.job.settings import Data, Elastic, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Elastic, Workers
 from raytrain_plus.launch.runner import start
 from tests.benchmarks.costs import REPOSITORY
 from tests.benchmarks.gate import Gate, gated

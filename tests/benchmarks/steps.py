@@ -23,7 +23,8 @@ import ray
 
 from raytrain_plus import Job
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.job.settings import Data, Elastic, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Elastic, Workers
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.launch.runner import start
 from tests.benchmarks.costs import REPOSITORY, ranks_of

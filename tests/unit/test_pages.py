@@ -4,7 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from raytrain_plus.job import settings
+from raytrain_plus.job import sameness
 
 PACKAGE = Path(__file__).parents[2] / "raytrain_plus"
 PAGE = (PACKAGE / "README.md").read_text()
@@ -59,7 +59,7 @@ def test_the_page_of_jobs_lists_what_makes_two_jobs_the_same() -> None:
     jobs = (PACKAGE.parent / "jobs" / "README.md").read_text()
     listed = re.findall(r"`([a-z_.]+)`", jobs.partition("Two jobs are the same if")[2].partition("`raytrain run`")[0])
     assert tuple(listed) == (
-        *settings._SAME,
-        *settings._SAME_WITH_PIPEDREAM,
-        *settings._SAME_WITH_COMPILE,
+        *sameness._SAME,
+        *sameness._SAME_WITH_PIPEDREAM,
+        *sameness._SAME_WITH_COMPILE,
     )

@@ -13,7 +13,8 @@ from PIL import Image
 from raytrain_plus import Task
 from raytrain_plus.checks.data_report import data_report
 from raytrain_plus.errors import DataError
-from raytrain_plus.job.settings import Data, Job
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job
 
 
 def job(path: Path, **data: Any) -> Job:

@@ -18,7 +18,8 @@ from raytrain_plus.controller.order import Order
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.data.source import Index
 from raytrain_plus.errors import WorkerLost
-from raytrain_plus.job.settings import Data, Job, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job, Workers
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues

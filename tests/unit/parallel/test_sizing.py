@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.job.settings import Data, Job, Parallel, Workers
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job, Parallel, Workers
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel import sizing
 from raytrain_plus.parallel.sizing import many_passes, most_workers, sharded_lines, size_table, unused_workers

@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.job.settings import Data, Job
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder
 from raytrain_plus.runs.folder import (

@@ -10,7 +10,8 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
-from raytrain_plus.job.settings import Data, Job
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job
 from raytrain_plus.task import Task
 from raytrain_plus.training import shard_cost
 from raytrain_plus.training.build import build_state, whole_steps

@@ -16,7 +16,8 @@ import torch
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.data.source import index
-from raytrain_plus.job.settings import Data, Job
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.job.settings import Data, Parallel
+from raytrain_plus.job.data_settings import Data
+from raytrain_plus.job.settings import Parallel
 from raytrain_plus.workers.imports import imports_of
 from tests.unit.controller.fakes import job_of, order_of
 

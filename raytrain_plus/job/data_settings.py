@@ -1,0 +1,135 @@
+"""Define the settings of a job's `data`, with their meanings, defaults and types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raytrain_plus.job.setting_types import Format
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Data:
+    """Which rows to train on, and how to shuffle, batch and transform them."""
+
+    path: str | None = None
+    """File, folder (searched recursively) or pattern, with the training rows; see `format`. Give exactly one of `path`,
+    `dataset` and `mix`.
+
+    In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
+    `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
+    dataset. Names that begin with . or _ are ignored. Relative paths start at the working directory.
+
+    An address such as `s3://bucket/rows/*.parquet?region=eu-west-1` names files in remote storage, with the schemes and
+    settings of `storage`. Parquet is read there, one row group at a time; other formats are copied to each node first.
+    """
+
+    format: Format | None = None
+    """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
+    folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files),
+    `webdataset` (tar files of samples) or `lance` (the newest version of a Lance dataset, a folder; needs the extra
+    `lance` of this package). Default None: what the names of the files say.
+
+    Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
+    `.zst` are uncompressed. Changed files are converted again.
+    """
+
+    dataset: str | None = None
+    """`module:function` that returns a dataset, in place of `path`. It is called without arguments, in every process
+    that reads.
+
+    A `torch.utils.data.Dataset` or a `datasets.Dataset` is read by index, and its items must be the same whenever they
+    are read. An `IterableDataset` is read once on each node, and kept in ~/.cache/raytrain_plus/data; so is a
+    `ray.data.Dataset`, on the driver's machine alone. Items that are mappings give batches that are mappings, tuples
+    give tuples, and single values tensors.
+    """
+
+    mix: Sequence[Mapping[str, Any]] | None = None
+    """2 to 16 sources in fixed proportions, in place of `path`: a list of `{path: ..., weight: ...}`. Each may have a
+    `format`, and `dataset` in place of `path`.
+
+    Each shard takes rows in proportion to the weights, to within a few rows in any step. Each source has epochs of its
+    own, in which each of its rows is used once. All must have the same columns. Needs `steps`.
+    """
+
+    image_size: Sequence[int] | None = None
+    """`[height, width]` in pixels, to which every column of encoded images is decoded and resized, as RGB, before
+    `transform`. Default None: images stay encoded.
+
+    A column becomes a tensor of shape (rows, 3, height, width), of uint8. Pixels are interpolated bilinearly; an EXIF
+    orientation is not applied. Needs Pillow, which the extra `images` of this package installs.
+    """
+
+    prepare: str | None = None
+    """`module:function` that writes the data if `path` is missing. Default None: the data must exist.
+
+    `path` cannot be a pattern then. The function is called once per node as function(folder, name) and must write the
+    same bytes on every node. `folder` is an empty folder that becomes `path`; `name` is the last part of `path`.
+    """
+
+    batch_size: int
+    """Rows in the global batch of one step. Must be a multiple of `shards`. Required."""
+
+    shards: int = 8
+    """Logical shares of every global batch, fixed for the job's life; limits how many workers are useful. Default 8. A
+    worker computes its shards one after the other: with GPUs, as many as the largest group has workers are best."""
+
+    shuffle: Literal["none", "units", "rows"] = "rows"
+    """What each epoch shuffles: `none`: nothing; `units`: the order of row groups; `rows` (the default): also the rows
+    inside each group."""
+
+    transform: str | None = None
+    """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
+
+    Default None: rows are used as they are. The function must keep the number of rows, and be safe to call from two
+    threads or two processes at once.
+    """
+
+    collate: str | None = None
+    """How rows become a batch: `stack`, `pad`, `pack` or `module:function(table)`. Default None: the task's `collate`.
+
+    `stack` makes a tensor of each column, as a task does that has no `collate`. `pad` also takes text, as a list, and
+    lists of different lengths, which it fills up to the longest of the microbatch, with 0, or -100 in `labels`;
+    `attention_mask` says where values are. `pack` joins the lists of a microbatch into one sequence, (1, tokens), and
+    adds `position_ids` and `cu_seq_lens`, where each row begins; means are then weighted by tokens, not by rows.
+    """
+
+    tokenizer: str | None = None
+    """Folder with a `tokenizer.json`, as Hugging Face's `save_pretrained` writes it, or the file. Default None.
+
+    The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
+    `input_ids`, each of several `<column>_input_ids`. Special tokens and truncation are as the file says; `collate`
+    pads. With `pack` tokens are made before, once. Needs the extra `transformers` of this package.
+    """
+
+    pack: int | None = None
+    """Tokens of a row, at least 2: documents are packed into rows of exactly this length, once on each node. Default
+    None: rows are as they are.
+
+    The only column of text, of which `tokenizer` makes tokens, or of lists of token numbers, is joined in the order of
+    the data; other columns are left out. Each document ends with the `eos_token` of the tokenizer's
+    `tokenizer_config.json`, if there is one, and is not truncated. Rows have the columns `input_ids` and
+    `position_ids`, which begins at 0 in each document; the last tokens, which fill no row, are dropped. The rows of
+    `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
+    """
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with a row that `image_size`, `transform` or `tokenizer` cannot use.
+
+    `stop` (the default) ends the run and names file and row. `skip` leaves out a row that fails in two reads: it has
+    no part in the loss, the gradient and the counts that they are divided by, and steps keep their places in the
+    data. Errors of the storage are never skipped. Where `transform` raises for a block, it is called for each of its
+    rows alone, with the same generator, then for the block without those that fail. `evaluate` leaves such rows out
+    too. Needs `parallel.pipeline` 1.
+    """
+
+    granule: int = 1024
+    """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
+
+    cache_mb: int = 256
+    """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
+
+    Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and
+    `image_size`, and without `tokenizer` unless `pack` is given.
+    """
