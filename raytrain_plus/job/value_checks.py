@@ -11,6 +11,8 @@ from typing import Any, get_args
 
 from raytrain_plus.credentials import REMEDY, credential_in
 from raytrain_plus.errors import InputError
+from raytrain_plus.job import parallel_checks
+from raytrain_plus.job.parallel_checks import Problem
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.address import SCHEMES, is_address
 
@@ -43,10 +45,7 @@ def _credentials(value: Any, key: str) -> Iterator[InputError]:
         yield InputError(f"the address contains a credential: {part}", where=key, remedy=f"{REMEDY}{reference}")
 
 
-_Problem = tuple[str, str, str] | None
-
-
-def _name(name: str) -> _Problem:
+def _name(name: str) -> Problem:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
         return None
     why = "contains a path separator" if "/" in name or "\\" in name else "is not a valid name"
@@ -61,8 +60,8 @@ MOST = 10**9
 """Limit of every count and every time in seconds: a larger value is a mistake, and overflows 64 bits or a clock."""
 
 
-def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], _Problem]:
-    def check(value: float | None) -> _Problem:
+def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], Problem]:
+    def check(value: float | None) -> Problem:
         if value is None or (math.isfinite(value) and lowest <= value <= highest):
             return None
         bound = f"at most {highest:,}" if value > highest else f"{lowest:g} or more"
@@ -71,19 +70,19 @@ def _at_least(lowest: float, highest: float = MOST) -> Callable[[float | None], 
     return check
 
 
-def _above_zero(value: float | None) -> _Problem:
+def _above_zero(value: float | None) -> Problem:
     if value is None or (math.isfinite(value) and value > 0):
         return None
     return f"{value} is not allowed", "a number above 0", ""
 
 
-def _seconds(value: float | None) -> _Problem:
+def _seconds(value: float | None) -> Problem:
     if value is None or value <= MOST:
         return _above_zero(value)
     return f"{value} is not allowed", f"at most {MOST:,} seconds", ""
 
 
-def _batch(batch_size: int, shards: int) -> _Problem:
+def _batch(batch_size: int, shards: int) -> Problem:
     if shards < 1 or batch_size < 1 or batch_size % shards == 0:
         return None
     below = batch_size // shards * shards
@@ -95,18 +94,11 @@ def _batch(batch_size: int, shards: int) -> _Problem:
     )
 
 
-def _microbatches(microbatches: int, batch_size: int, shards: int) -> _Problem:
-    if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
-        return None
-    rows = batch_size // shards
-    return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
-
-
 MOST_PIXELS = 16_384
 """Limit of the height and the width of images."""
 
 
-def _image_size(size: Sequence[int] | None) -> _Problem:
+def _image_size(size: Sequence[int] | None) -> Problem:
     if size is None or (len(size) == 2 and all(1 <= pixels <= MOST_PIXELS for pixels in size)):
         return None
     return (
@@ -116,21 +108,21 @@ def _image_size(size: Sequence[int] | None) -> _Problem:
     )
 
 
-def _length(steps: int | None, epochs: int | None) -> _Problem:
+def _length(steps: int | None, epochs: int | None) -> Problem:
     if (steps is None) != (epochs is None):
         return None
     given = "neither `steps` nor `epochs` is given" if steps is None else "both `steps` and `epochs` are given"
     return given, "exactly one of them", ""
 
 
-def _source(path: str | None, dataset: str | None) -> _Problem:
+def _source(path: str | None, dataset: str | None) -> Problem:
     if (path is None) != (dataset is None):
         return None
     given = "neither `path` nor `dataset` is given" if path is None else "both `path` and `dataset` are given"
     return given, "exactly one of them", ""
 
 
-def _training_source(path: str | None, dataset: str | None, mix: Sequence[Any] | None) -> _Problem:
+def _training_source(path: str | None, dataset: str | None, mix: Sequence[Any] | None) -> Problem:
     named = {"`path`": path, "`dataset`": dataset, "`mix`": mix}
     given = [name for name, value in named.items() if value is not None]
     if len(given) == 1:
@@ -148,7 +140,7 @@ LEAST_SHARE = Fraction(1, 10_000)
 _OF_SOURCE = ("path", "dataset", "format", "weight")
 
 
-def _mix(mix: Sequence[Mapping[str, Any]] | None) -> _Problem:
+def _mix(mix: Sequence[Mapping[str, Any]] | None) -> Problem:
     if mix is None:
         return None
     if not 2 <= len(mix) <= MOST_SOURCES:
@@ -164,7 +156,7 @@ def _mix(mix: Sequence[Mapping[str, Any]] | None) -> _Problem:
     return None
 
 
-def _source_of_mix(source: Mapping[str, Any]) -> _Problem:
+def _source_of_mix(source: Mapping[str, Any]) -> Problem:
     """Return what is wrong with one source of a mix."""
     for key in source:
         if key not in _OF_SOURCE:
@@ -187,164 +179,50 @@ def _source_of_mix(source: Mapping[str, Any]) -> _Problem:
     return None
 
 
-def _mixed_length(epochs: int | None, mix: Sequence[Any] | None) -> _Problem:
+def _mixed_length(epochs: int | None, mix: Sequence[Any] | None) -> Problem:
     if epochs is None or mix is None:
         return None
     return "each source of data.mix has epochs of its own, so they are no length", "`steps` in place of `epochs`", ""
 
 
-def _mixed_format(form: str | None, mix: Sequence[Any] | None) -> _Problem:
+def _mixed_format(form: str | None, mix: Sequence[Any] | None) -> Problem:
     if form is None or mix is None:
         return None
     return "each source of data.mix has a format of its own", "`format` in the sources of data.mix, or none", ""
 
 
-def _only_paths(value: str | None, dataset: str | None) -> _Problem:
+def _only_paths(value: str | None, dataset: str | None) -> Problem:
     if value is None or dataset is None:
         return None
     return "it is for data at a path, and data.dataset is given", "data.path instead of data.dataset, or neither", ""
-
-
-def _sizes(maximum: int | None, minimum: int) -> _Problem:
-    if maximum is None or maximum >= minimum:
-        return None
-    return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
-
-
-def _shard_room(minimum: int, shards: int, pipeline: int) -> _Problem:
-    if minimum <= shards * pipeline:
-        return None
-    of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
-    return (
-        f"{minimum} workers for data.shards = {shards}{of}: some would be idle",
-        f"at most {shards * pipeline}",
-        "raise data.shards",
-    )
-
-
-def _one_replica(maximum: int | None, minimum: int, pipeline: int) -> _Problem:
-    most = minimum if maximum is None else maximum
-    if most >= pipeline:
-        return None
-    return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
-
-
-def _pipedream(
-    schedule: str, pipeline: int, reduction: str, clip_norm: float | None, minimum: int, on_nonfinite: str
-) -> _Problem:
-    if schedule != "pipedream":
-        return None
-    if pipeline == 1:
-        return "the pipedream schedule needs at least two stages", "parallel.pipeline of 2 or more", ""
-    if reduction == "exact":
-        what = "pipedream does not support reduction: exact; its results depend on how far each stage is"
-        return what, "reduction: ring, or another schedule", ""
-    if clip_norm is not None:
-        what = "pipedream does not support clip_norm, which needs the gradients of all stages at the same step"
-        return what, "no clip_norm, or another schedule", ""
-    if on_nonfinite == "skip":
-        what = "pipedream does not support on_nonfinite: skip; its stages apply a step one by one, not together"
-        return what, "on_nonfinite: stop, or another schedule", ""
-    if minimum < pipeline:
-        what = f"workers.min = {minimum} lets the run repartition the model, which pipedream does not support"
-        return what, f"workers.min of at least parallel.pipeline = {pipeline}", ""
-    return None
-
-
-def _sharded(sharded: str, pipeline: int, schedule: str) -> _Problem:
-    if sharded == "none" or pipeline == 1:
-        return None
-    if sharded == "full":
-        what = f"the weights of a model in {pipeline} stages are not sharded: each stage holds its own part of them"
-        return what, "sharded: optimizer, or parallel.pipeline: 1", ""
-    if schedule == "pipedream":
-        what = "pipedream does not support a sharded optimizer; while a stage sent its new weights, others would wait"
-        return what, "sharded: none, or another schedule", ""
-    return None
-
-
-def _holders(holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int) -> _Problem:
-    if holders < 1:
-        return f"{holders} is out of range", "1 or more", ""
-    most = min((minimum if maximum is None else maximum) // pipeline, shards)
-    # With fewer workers than stages there is another problem.
-    if sharded == "none" or holders <= most or not most:
-        return None
-    unit = "worker" if pipeline == 1 else "replica"
-    if most == 1:
-        return f"the state of one {unit} is not sharded", f"sharded: none, or workers.max of {2 * pipeline} or more", ""
-    return f"{holders} holders of each row, but there are at most {most} {unit}s", f"at most {most}", ""
-
-
-TWO_CHUNKS = ("interleaved", "zero-bubble")
-"""Schedules with two chunks of layers per stage."""
-
-
-def _partition(partition: Sequence[str] | None, pipeline: int, schedule: str) -> _Problem:
-    if partition is None:
-        return None
-    if pipeline == 1:
-        return "a model in one stage has no partition", "parallel.pipeline of 2 or more", ""
-    chunks = pipeline * (2 if schedule in TWO_CHUNKS else 1)
-    if len(partition) == chunks:
-        return None
-    names = f"{len(partition)} name{'s' * (len(partition) != 1)}"
-    return (
-        f"{names} for {pipeline} stages of {schedule}",
-        f"{chunks} names: the first layer of each chunk, in order",
-        "",
-    )
 
 
 EXACT_SHARDS = 4096
 """Maximum shards with `reduction: exact`: with more, its grid would have to be coarser than float32."""
 
 
-def _exact(reduction: str, shards: int) -> _Problem:
+def _exact(reduction: str, shards: int) -> Problem:
     if reduction != "exact" or shards <= EXACT_SHARDS:
         return None
     return f"data.shards = {shards} is too many for an exact sum", f"at most {EXACT_SHARDS} shards", ""
 
 
-def _compression(compression: str, reduction: str) -> _Problem:
+def _compression(compression: str, reduction: str) -> Problem:
     if compression == "none" or reduction != "exact":
         return None
     what = f"compression: {compression} rounds the gradients on their way, so that reduction: exact cannot hold"
     return what, "compression: none, or reduction: ring", ""
 
 
-def _precision(precision: str, schedule: str, gpus: float) -> _Problem:
-    if precision == "tf32" and not gpus:
-        return "tf32 is a format of GPUs, and workers.gpus is 0", "workers.gpus: 1, or another precision", ""
-    if precision == "fp16" and schedule == "pipedream":
-        what = "pipedream does not support fp16: a step that overflows is computed again, and it cannot repeat a step"
-        return what, "precision: bf16, or another schedule", ""
-    return None
-
-
-def _recompute(recompute: str | Sequence[str], schedule: str) -> _Problem:
-    if schedule != "zero-bubble" or recompute == "none":
-        return None
-    what = "the zero-bubble schedule makes each backward pass in two parts, and would compute every layer again in both"
-    return what, "recompute: none, or another schedule", ""
-
-
-def _compile(compiled: bool, schedule: str) -> _Problem:
-    if schedule != "zero-bubble" or not compiled:
-        return None
-    what = "the zero-bubble schedule divides backward passes at their operations, which compiled layers do not show"
-    return what, "compile: false, or another schedule", ""
-
-
-def _decay(decay: float) -> _Problem:
+def _decay(decay: float) -> Problem:
     return None if 0 < decay < 1 else (f"{decay:g} is not allowed", "a number above 0 and below 1, such as 0.999", "")
 
 
-def _gpus(gpus: float) -> _Problem:
+def _gpus(gpus: float) -> Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
 
-def _reference(spec: str | type | None) -> _Problem:
+def _reference(spec: str | type | None) -> Problem:
     if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
         return None
     module, dot, name = spec.rpartition(".")
@@ -357,7 +235,7 @@ COLLATES = ("stack", "pad", "pack")
 """The ready functions of `data.collate`."""
 
 
-def _collate(spec: str) -> _Problem:
+def _collate(spec: str) -> Problem:
     if spec in COLLATES or _reference(spec) is None:
         return None
     near = difflib.get_close_matches(spec, COLLATES, 1)
@@ -368,7 +246,7 @@ def _collate(spec: str) -> _Problem:
     )
 
 
-def _packed(collate: str | None, pipeline: int) -> _Problem:
+def _packed(collate: str | None, pipeline: int) -> Problem:
     if collate != "pack" or pipeline == 1:
         return None
     what = "packed microbatches differ in their number of tokens, and stages need the same shapes in every step"
@@ -379,38 +257,38 @@ MOST_TOKENS = 1 << 20
 """Limit of the tokens of a packed row."""
 
 
-def _one_length(pack: int | None, collate: str | None) -> _Problem:
+def _one_length(pack: int | None, collate: str | None) -> Problem:
     if pack is None or collate not in ("pad", "pack"):
         return None
     what = f"all rows have {pack:,} tokens already, so there is nothing for data.collate: {collate} to do"
     return what, "data.collate: stack or module:function, or none", ""
 
 
-def _no_images(pack: int | None, image_size: Sequence[int] | None) -> _Problem:
+def _no_images(pack: int | None, image_size: Sequence[int] | None) -> Problem:
     if pack is None or image_size is None:
         return None
     return "packed rows hold tokens and no images, so data.image_size has no use", "one of both", ""
 
 
-def _skipped_rows(on_error: str, pipeline: int, sharded: str) -> _Problem:
+def _skipped_rows(on_error: str, pipeline: int, sharded: str) -> Problem:
     if on_error == "stop" or (pipeline == 1 and sharded != "full"):
         return None
     what = "data.on_error: skip needs the whole model in each worker; stages do not tell one another which rows fail"
     return what, "data.on_error: stop, or parallel.pipeline: 1 and not sharded: full", ""
 
 
-def _best(metric: str, evaluate: None) -> _Problem:
+def _best(metric: str, evaluate: None) -> Problem:
     return f"{metric!r} needs an evaluation, and none is configured", "an `evaluate` group", ""
 
 
-def _one_best(stops: str, better: str, kept: str, best: str) -> _Problem:
+def _one_best(stops: str, better: str, kept: str, best: str) -> Problem:
     if (stops, better) == (kept, best):
         return None
     what = f"early_stop keeps the best state by {stops} ({better}), and checkpoint.keep_best by {kept} ({best})"
     return what, "the same metric and mode, or no checkpoint.keep_best", ""
 
 
-def _address(place: str | None) -> _Problem:
+def _address(place: str | None) -> Problem:
     if place is None or not is_address(place):
         return None
     scheme = place.partition("://")[0]
@@ -420,13 +298,13 @@ def _address(place: str | None) -> _Problem:
     return f"unsupported address '{scheme}://...'", f"a path, or {', '.join(f'{known}://' for known in SCHEMES)}", ""
 
 
-def _profiled(steps: Sequence[int]) -> _Problem:
+def _profiled(steps: Sequence[int]) -> Problem:
     if len(steps) == 2 and 0 <= steps[0] < steps[1] <= MOST:
         return None
     return f"{[*steps]} is not a range of steps", "[first, end]: two rising whole numbers, 0 or more", ""
 
 
-def _profiled_within(profiled: Sequence[int], steps: int | None) -> _Problem:
+def _profiled_within(profiled: Sequence[int], steps: int | None) -> Problem:
     if steps is None or _profiled(profiled) or profiled[1] <= steps:
         return None
     return beyond_the_end(profiled, steps)
@@ -442,7 +320,7 @@ TRACKERS = ("mlflow", "wandb")
 """Supported trackers, by the names of their packages."""
 
 
-def _trackers(names: Sequence[str]) -> _Problem:
+def _trackers(names: Sequence[str]) -> Problem:
     unknown = [name for name in names if name not in TRACKERS]
     if unknown:
         there = f"{' or '.join(TRACKERS)}; TensorBoard files are always written"
@@ -451,7 +329,7 @@ def _trackers(names: Sequence[str]) -> _Problem:
     return ("a tracker is listed twice", "each tracker once", "") if len(set(names)) < len(names) else None
 
 
-_CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
+_CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("name",), _name),
     (("task",), _reference),
     (("data.path", "data.dataset", "data.mix"), _training_source),
@@ -480,16 +358,16 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
     (("epochs",), _at_least(1)),
     (("steps", "epochs"), _length),
     (("workers.min",), _at_least(1, 1_000_000)),
-    (("workers.max", "workers.min"), _sizes),
-    (("workers.min", "data.shards", "parallel.pipeline"), _shard_room),
-    (("workers.max", "workers.min", "parallel.pipeline"), _one_replica),
+    (("workers.max", "workers.min"), parallel_checks.sizes),
+    (("workers.min", "data.shards", "parallel.pipeline"), parallel_checks.shard_room),
+    (("workers.max", "workers.min", "parallel.pipeline"), parallel_checks.one_replica),
     (("parallel.pipeline",), _at_least(1, 1_000)),
     (("workers.spares",), _at_least(0, 1_000_000)),
     (("workers.cpus",), _at_least(0, 1_000_000)),
     (("workers.gpus",), _gpus),
     (("workers.threads",), _at_least(1, 1_000)),
     (("parallel.microbatches",), _at_least(1, 10_000)),
-    (("parallel.partition", "parallel.pipeline", "parallel.schedule"), _partition),
+    (("parallel.partition", "parallel.pipeline", "parallel.schedule"), parallel_checks.partition),
     (("parallel.commit_every",), _at_least(1, 10_000)),
     (
         (
@@ -500,9 +378,9 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
             "workers.min",
             "elastic.on_nonfinite",
         ),
-        _pipedream,
+        parallel_checks.pipedream,
     ),
-    (("parallel.sharded", "parallel.pipeline", "parallel.schedule"), _sharded),
+    (("parallel.sharded", "parallel.pipeline", "parallel.schedule"), parallel_checks.sharded),
     (
         (
             "parallel.holders",
@@ -512,15 +390,15 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., _Problem]]] = (
             "data.shards",
             "parallel.pipeline",
         ),
-        _holders,
+        parallel_checks.holders,
     ),
-    (("parallel.microbatches", "data.batch_size", "data.shards"), _microbatches),
+    (("parallel.microbatches", "data.batch_size", "data.shards"), parallel_checks.microbatches),
     (("reduction", "data.shards"), _exact),
     (("compression", "reduction"), _compression),
-    (("recompute", "parallel.schedule"), _recompute),
-    (("compile", "parallel.schedule"), _compile),
+    (("recompute", "parallel.schedule"), parallel_checks.recompute),
+    (("compile", "parallel.schedule"), parallel_checks.compiled),
     (("ema.decay",), _decay),
-    (("precision", "parallel.schedule", "workers.gpus"), _precision),
+    (("precision", "parallel.schedule", "workers.gpus"), parallel_checks.precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),
     (("elastic.max_failures",), _at_least(0)),

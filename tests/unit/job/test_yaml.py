@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
+from raytrain_plus.job.parallel_checks import TWO_CHUNKS
 from raytrain_plus.job.setting_types import flatten
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.job.value_checks import TWO_CHUNKS
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
 
