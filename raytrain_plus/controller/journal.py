@@ -7,37 +7,36 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from raytrain_plus.controller.aside import Aside
 from raytrain_plus.controller.bubble import Bubble, Drawing
 from raytrain_plus.controller.clocks import Clocks
 from raytrain_plus.controller.followed import Followed
 from raytrain_plus.controller.gathered import Gathered, optional_fields
 from raytrain_plus.controller.incidents import Incidents, Recovery
 from raytrain_plus.controller.last_writes import LastWrites
+from raytrain_plus.controller.outlets import Outlets
 from raytrain_plus.controller.ownership import Ownership
 from raytrain_plus.controller.roster import seated, who
 from raytrain_plus.controller.totals import Totals
-from raytrain_plus.credentials import hide_credentials, without_credentials
-from raytrain_plus.data.parts import Parts
-from raytrain_plus.errors import FolderGone, RunError
+from raytrain_plus.credentials import without_credentials
+from raytrain_plus.errors import FolderGone
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
 from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.picture import svg, trace
-from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.observe.step_profile import Profiled, StepProfile
-from raytrain_plus.observe.trackers import Relay, Trackers
+from raytrain_plus.observe.trackers import Relay
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, PROFILE, TRACE, Fence
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.outage import Outages, outage_of
+from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.records import Record, Remark, StepRecord, in_order
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
@@ -71,24 +70,19 @@ class Journal:
         self._clock = clock
         self._batch_size = batch_size
         self._rows = rows
-        self._early: list[dict[str, Any]] = []
         self.outages = Outages()
         """Open storage failures; every writer of the run reports here."""
         self._ownership = Ownership(run, self.outages)
         self._last_writes = LastWrites(run, self.outages, self._still_alive)
-        self._followed = Followed(lambda error: self._say_once("events cannot be read back; trying again", error))
+        self._aside = Aside(run, self._ownership, self.outages)
+        self._followed = Followed(lambda error: self._aside.say_once("events cannot be read back; trying again", error))
         self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
         """The step of the newest complete checkpoint; -1 if there is none."""
-        # The lease is renewed even while ledger and events are being written.
-        self._aside = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
         self._renewing: Future[None] | None = None
-        self._log: EventLog | None = None
-        self._parts: Parts | None = None
-        self._trackers: Trackers | None = None
-        self._callbacks: Callbacks | None = None
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._totals = Totals(past.recoveries, past.stall_s, past.skipped, past.rows_skipped)
         self.gauges = Gauges(self._totals)
+        self._outlets = Outlets(run, clock, self._ownership, self.outages, self._followed, self.gauges)
         self._incidents = Incidents()
         self._bubble = Bubble()
         self._gathered = Gathered()
@@ -130,30 +124,20 @@ class Journal:
         run.remove(RESULT)
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
-        self._log = EventLog(run, self._clock, self.outages)
-        self._followed.read_back(self._log.read)
-        self._parts = Parts(run, partial(self._before_entries, self._log), self.outages)
-        self._trackers = Trackers(run, relays, self.outages, self.metrics)
-        self._callbacks = callbacks
-        if callbacks is not None:
-            callbacks.begin(self._log.behind)
-        early, self._early = self._early, []
-        self._tell("run_started", job=job_yaml, versions=dict(versions), address=address)
-        for event in early:
-            kind, moment, _ = (event.pop(name) for name in ("kind", "time", "generation"))
-            self._log.write(kind, generation=self.generation, time=moment, fields=event)
+        started = {"job": job_yaml, "versions": dict(versions), "address": address}
+        self._outlets.open(self.generation, started, relays, self.metrics, callbacks, self._before_entries)
 
     @property
     def opened(self) -> bool:
         """Whether the run has a folder."""
-        return self._log is not None
+        return self._outlets.opened
 
     def renew(self) -> None:
         """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
         self._ownership.check()
         self._tell_news()
         if self._ownership.due and (self._renewing is None or self._renewing.done()):
-            self._renewing = self._later(self._renew, "the run's lease cannot be renewed; trying again")
+            self._renewing = self._aside.later(self._renew, "the run's lease cannot be renewed; trying again")
 
     def _renew(self) -> None:
         self.check_fence()
@@ -163,15 +147,13 @@ class Journal:
         """Raise `RunError` if another controller has taken over the run; nothing is written from then on."""
         self._look_for_another()
         if self._ownership.lost:
-            for opened in (self._callbacks, self._trackers, self._parts, self._log):
-                if opened is not None:
-                    opened.abandon()
+            self._outlets.abandon()
         self._ownership.check()
 
     def _look_for_another(self) -> None:
-        self._ownership.look(lambda: None if self._log is None else self._log.place(), self._newest)
+        self._ownership.look(self._outlets.place, self._newest)
 
-    def _before_entries(self, events: EventLog) -> None:
+    def _before_entries(self) -> None:
         """Run before anything is entered into the ledger.
 
         A resumption must be durable first: otherwise both what it makes void and what takes its place would count.
@@ -180,33 +162,12 @@ class Journal:
         self._look_for_another()
         # The ledger's writer cannot be the one that ends its writing.
         self._ownership.check()
-        events.sync()
-
-    def _later(self, act: Callable[[], None], failing: str) -> Future[None]:
-        """Run `act` on a thread. If the storage fails (a full disk, say), the training continues."""
-
-        def done() -> None:
-            try:
-                act()
-            except OSError as error:
-                self._say_once(failing, error)
-            except RunError as error:
-                # The loop ends the run with this error.
-                log.info("%s", self._ownership.lost or error)
-            except Exception:
-                log.exception("%s", failing)
-
-        return self._aside.submit(done)
-
-    def _say_once(self, failing: str, error: OSError) -> None:
-        """Log a failure of the storage in one line, unless its cause is reported already."""
-        if not self.outages.knows(outage_of(error, self._run)):
-            log.warning("%s: %s", failing, error)
+        self._outlets.sync()
 
     def _tell_news(self, last: bool = False) -> None:
         for kind, fields in self.outages.news(last):
             self._tell(kind, **fields)
-        for text in () if self._callbacks is None else self._callbacks.news():
+        for text in self._outlets.news():
             self.note(text)
 
     def follow(self, cursor: int, timeout_s: float) -> list[dict[str, Any]]:
@@ -286,9 +247,9 @@ class Journal:
         self._metrics = {at: metrics for at, metrics in self._metrics.items() if at <= step}
         self._newest = min(self._newest, step)
         self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
-        if self._log is not None:
+        if self.opened:
             # The next checkpoint waits for it in any case.
-            self._later(self._log.sync, "the resumption cannot be made durable yet")
+            self._aside.later(self._outlets.sync, "the resumption cannot be made durable yet")
 
     def copied(self, sent: Iterable[Sent]) -> None:
         """Record that the state after a step is in memory twice: these are the copies."""
@@ -300,10 +261,7 @@ class Journal:
         Raises `OSError` if that fails, and `RunError` if another controller owns the run.
         """
         self.check_fence()
-        if self._parts is not None:
-            self._parts.flush()
-        if self._log is not None:
-            self._log.sync()
+        self._outlets.settle()
 
     def saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
@@ -431,26 +389,23 @@ class Journal:
         result = replace(result, **saved, stopped_early=stopped_early, profile=profile)
         if export is not None:
             result = replace(result, model_step=export.step, model_metrics=self.metrics(export.step))
-        run, told, parts = self._run, self._log, self._parts
-        if told is None or parts is None:
+        if not self.opened:
             return result
 
         def made() -> None:
             self.check_fence()
             if profile is not None:
-                run.write(f"{PROFILE}/summary.json", [json.dumps(profile, indent=1).encode() + b"\n"])
-            parts.flush()
+                self._run.write(f"{PROFILE}/summary.json", [json.dumps(profile, indent=1).encode() + b"\n"])
             # The task's callbacks read the events.
-            told.sync()
+            self._outlets.settle()
 
         def over() -> None:
             self.check_fence()
-            told.sync()
+            self._outlets.sync()
             result.save(self._run)
 
         self._last_writes.write(made, self._newest)
-        if self._callbacks is not None:
-            self._callbacks.finish(self._still_alive)
+        self._outlets.finish_callbacks(self._still_alive)
         self._tell_news(last=True)
         self._tell(
             "run_finished",
@@ -472,7 +427,7 @@ class Journal:
             self._run.write(PICTURE, [svg(drawing, title).encode()])
             self._run.write(TRACE, [json.dumps(trace(drawing)).encode() + b"\n"])
 
-        self._later(draw, "the picture of a step cannot be written")
+        self._aside.later(draw, "the picture of a step cannot be written")
 
     def _still_alive(self) -> None:
         """Tell followers what the end of the run waits for, and that the run is alive."""
@@ -482,15 +437,8 @@ class Journal:
 
     def close(self) -> None:
         """Close what is open. What the storage does not take by now is lost, and logged."""
-        self._aside.shutdown()
-        for opened in (self._parts, self._log, self._callbacks, self._trackers):
-            try:
-                if opened is not None:
-                    opened.close()
-            except OSError as error:
-                self._say_once(f"the end of {type(opened).__name__} cannot be written", error)
-            except RunError as error:
-                log.warning("the end of %s is not written: %s", type(opened).__name__, self._ownership.lost or error)
+        self._aside.close()
+        self._outlets.close(self._aside.say_once)
         try:
             self._ownership.release()
         except (OSError, FolderGone) as error:
@@ -516,10 +464,8 @@ class Journal:
 
     def _enter(self, record: StepRecord) -> None:
         """Enter a step into the ledger. Raises `RunError` if the run's folder is gone, or another controller's."""
-        if self._parts is None:
-            return
         try:
-            self._parts.add(self.generation, record.step, record.notes, record.skipped_rows)
+            self._outlets.enter(self.generation, record)
         except FolderGone:
             # This check reports where the folder is.
             self.check_fence()
@@ -532,13 +478,4 @@ class Journal:
         self._tell("recovered", **asdict(recovery))
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
-        # Some fields hold messages of Ray and of the task, and followers see them as they are here.
-        fields = hide_credentials(fields)
-        if self._log is None or self._trackers is None or self._ownership.lost:
-            event = {"time": self._clock(), "generation": self.generation, "kind": kind, **fields}
-            self._early.append(dict(event))
-        else:
-            event = self._log.write(kind, generation=self.generation, time=time_s, fields=fields)
-            self._trackers.add(event)
-        self.gauges.add(event)
-        self._followed.add(event)
+        self._outlets.tell(kind, self.generation, time_s, fields)

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.controller import followed, last_writes
+from raytrain_plus.controller.aside import Aside
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
@@ -236,13 +237,13 @@ def test_a_resumption_is_durable_before_anything_is_entered_after_it(
     run = Watched(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    monkeypatch.setattr(Journal, "_later", lambda self, act, failing: None)
+    monkeypatch.setattr(Aside, "later", lambda self, act, failing: None)
     monkeypatch.setattr(EventLog, "sync", synced)
     journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.go_back(-1, 1, None, 3, -2)
-    assert journal._parts is not None
-    journal._parts.add(1, 0, NOTES)
-    journal._parts.flush()
+    assert journal._outlets._parts is not None
+    journal._outlets._parts.add(1, 0, NOTES)
+    journal._outlets._parts.flush()
     assert len(run.files("ledger")) == 1
     journal.close()
 
@@ -276,8 +277,8 @@ def test_a_controller_overtaken_while_closing_enters_nothing_and_closes(tmp_path
     run = LocalFolder(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
-    assert journal._parts is not None
-    journal._parts.add(0, 0, NOTES)
+    assert journal._outlets._parts is not None
+    journal._outlets._parts.add(0, 0, NOTES)
     Fence(run, claims_of(run))
     before = run.read("lease.json")
     journal.close()
