@@ -273,13 +273,15 @@ class ModelHandOver:
         # From now on these workers do not hold the last state.
         self._ends_kept = ENDS_KEPT
         self._unread = {name for name, _ in leads}
+        workers = self.machine.group.workers
         for name, stage in leads:
             self.loop.ask(
                 name,
                 "restore",
                 manifest,
                 self.partitions.layers(stage),
-                self.machine.group.workers[name].owned,
+                # One that has a copy of another stage reads all of that.
+                workers[name].owned if workers[name].stage == stage else None,
                 then=partial(self._has_read, leads, (name, stage), manifest.step),
                 failed=partial(self._not_shown, leads, manifest.step),
                 errors=(DamagedError, StorageError),

@@ -110,7 +110,7 @@ class Formation:
         replicas = self._by_seat(worlds.replicas, "replica", view, shape.lines("stage", "tensor_rank"))
         sources = self._sources(command)
         others = {name: [one for one in taken if one.worker != name] for name, taken in sources.items()}
-        given = self._snapshots((one for taken in others.values() for one in taken), command.first_step - 1)
+        given = self._snapshots((one for taken in others.values() for one in taken), command)
         gives = Counter(source.worker for source in given)
         self.replication.begin(view)
         stages = [shape.stage(seat) for seat in range(shape.size)]
@@ -238,11 +238,11 @@ class Formation:
         }
         return sources_of(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
 
-    def _snapshots(self, sources: Iterable[Source], step: int) -> dict[Source, Any]:
-        """Return references to these parts of the state after `step`."""
-        generation = self.machine.group.generation
+    def _snapshots(self, sources: Iterable[Source], command: e.Join) -> dict[Source, Any]:
+        """Return references to these parts of the state that a view begins with."""
+        generation, step, stale = self.machine.group.generation, command.first_step - 1, command.stale
         return {
-            one: self.loop.tell(one.worker, "snapshot", generation, step, one.stage, one.layers, one.rows)
+            one: self.loop.tell(one.worker, "snapshot", generation, step, one.stage, one.layers, one.rows, stale)
             # Members that lack the same share one.
             for one in dict.fromkeys(sources)
         }

@@ -235,6 +235,8 @@ class Join:
     """The rows whose optimizer's state each member is to hold, if that is sharded."""
     incomplete: bool = False
     """Some member may lack weights that others have changed in the step before."""
+    stale: bool = False
+    """So may some of those who have that step's state: rows that move do so with the values of their weights."""
 
 
 @dataclass(frozen=True, slots=True)

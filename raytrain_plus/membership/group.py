@@ -67,7 +67,7 @@ class Limits:
         return self.pieces(stage) if owned is None else self.pieces(stage) - (self.rows - owned)
 
     def owned_rows(self, stage: Stage, owned: Pieces | None) -> Pieces:
-        """Return the rows of a stage whose optimizer's state a worker holds, given what is known of them."""
+        """Return the rows of a stage whose optimizer's state a worker holds, given what is known of them; None: all."""
         return self.rows_of(stage) if owned is None else owned
 
 

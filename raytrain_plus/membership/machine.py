@@ -152,9 +152,13 @@ def _forget(group: Group, step: int) -> Group:
 def _restore(group: Group) -> Outcome:
     """Have every stage read from the newest checkpoint that is neither held nor being read."""
     commands: list[e.Command] = []
-    stages = _read_stages(group)
-    for stage in stages if group.durable >= 0 else ():
-        group, reads = (_read_rows if group.limits.rows else _read_stage)(group, stage, stages)
+    stages = _read_stages(group) if group.durable >= 0 else []
+    for stage in stages:
+        group, reads = _read_stage(group, stage, stages)
+        commands += reads
+    # Once each stage has a reader, others can read what is left of the rows.
+    for stage in stages if group.limits.rows else ():
+        group, reads = _read_rows(group, stage, stages)
         commands += reads
     return group, commands
 
@@ -167,33 +171,42 @@ def _read_stages(group: Group) -> list[Stage]:
 
 
 def _read_stage(group: Group, stage: Stage, stages: Sequence[Stage]) -> Outcome:
-    """Have one of the `stages` read by a worker, unless one has it."""
+    """Have one of the `stages` read by a worker unless one has it; of a sharded state, a share of its rows."""
     able = _able_to_read(group, stages)
     if _readers(group, stage) or not able:
         return group, []
-    group = with_worker(group, able[0], state="restoring", holds=None, stage=stage)
-    return group, [e.Restore(able[0], group.durable, stage)]
+    owned = _share(group, stage, group.limits.rows_of(stage), stages) if group.limits.rows else None
+    return _read(group, able[0], stage, owned)
 
 
 def _read_rows(group: Group, stage: Stage, stages: Sequence[Stage]) -> Outcome:
-    """Have one of the `stages` read, and each of its rows with the optimizer's state by as many workers as needed."""
+    """Have the rows of one of the `stages` read, each by one of as many workers as are needed."""
     limits, workers, commands = group.limits, group.workers, list[e.Command]()
-    rows = limits.rows_of(stage)
-    total = rows.size(limits.row_bytes)
     have = {name: limits.owned_rows(stage, workers[name].owned) for name in _readers(group, stage)}
+    missing = limits.rows_of(stage) - union(have.values())
     able = _able_to_read(group, stages)
     # If one that read is lost, and no other comes, another reads more.
-    again = [name for name in free(group) if workers[name].state == "idle" and name in have]
-    missing, unread = rows - union(have.values()), not have
-    while (missing or unread) and (able or again):
+    again = [name for name in free(group) if workers[name].state == "idle" and name in have and name not in able]
+    while missing and (able or again):
+        part = _share(group, stage, missing, stages) if able else missing
         name = able.pop(0) if able else again.pop(0)
-        shares = round(missing.size(limits.row_bytes) * limits.sizes.fewest / len(stages) / max(1, total))
-        part = missing if name in have else segments(missing, limits.row_bytes, max(1, shares))[0]
-        owned = union([part, have.get(name, Pieces())])
-        group = with_worker(group, name, state="restoring", holds=None, stage=stage, owned=owned)
-        commands.append(e.Restore(name, group.durable, stage, owned))
-        missing, unread = missing - part, False
+        group, reads = _read(group, name, stage, union([part, have.get(name, Pieces())]))
+        commands += reads
+        missing -= part
     return group, commands
+
+
+def _share(group: Group, stage: Stage, missing: Pieces, stages: Sequence[Stage]) -> Pieces:
+    """Return what one reader reads of a stage's missing rows, if there are as many as replicas at least."""
+    limits = group.limits
+    total = limits.rows_of(stage).size(limits.row_bytes)
+    shares = round(missing.size(limits.row_bytes) * limits.sizes.fewest / len(stages) / max(1, total))
+    return segments(missing, limits.row_bytes, max(1, shares))[0]
+
+
+def _read(group: Group, name: str, stage: Stage, owned: Pieces | None) -> Outcome:
+    group = with_worker(group, name, state="restoring", holds=None, stage=stage, owned=owned)
+    return group, [e.Restore(name, group.durable, stage, owned)]
 
 
 def _readers(group: Group, stage: Stage) -> list[str]:
@@ -207,18 +220,26 @@ def _readers(group: Group, stage: Stage) -> list[str]:
 
 
 def _able_to_read(group: Group, stages: Sequence[Stage]) -> list[str]:
-    """Return the idle workers without which all that is read of the newest checkpoint in these `stages` is left.
+    """Return the idle workers that are to keep nothing that they have of the newest checkpoint in these `stages`.
 
-    Those of another partition may read: else nobody might be left to read what is missing.
+    Those of another partition may read: else nobody might be left to read what is missing. So may those that have some
+    rows of a stage, as far as the workers are needed to read the other stages.
     """
-    limits, workers, needed = group.limits, group.workers, set[str]()
+    limits, workers, kept, holds_some = group.limits, group.workers, set[str](), set[str]()
+    idle = [name for name in free(group) if workers[name].state == "idle"]
+    reading = [name for name, worker in workers.items() if worker.state == "restoring"]
+    most = max(1, len({*idle, *reading}) // len(stages))
     for stage in stages:
-        left = limits.pieces(stage)
-        for name in sorted(_readers(group, stage), key=lambda name: workers[name].state == "idle"):
-            if has := limits.held(stage, workers[name].owned) & left:
-                needed.add(name)
-                left -= has
-    return [name for name in free(group) if workers[name].state == "idle" and name not in needed]
+        left, count = limits.pieces(stage), 0
+        held = {name: limits.owned_rows(stage, workers[name].owned) for name in _readers(group, stage)}
+        sizes = {name: rows.size(limits.row_bytes) for name, rows in held.items()}
+        holds_some |= held.keys()
+        for name in sorted(sizes, key=lambda name: (workers[name].state == "idle", -sizes[name])):
+            has = limits.held(stage, workers[name].owned) & left
+            if has and count < most:
+                kept.add(name)
+                left, count = left - has, count + 1
+    return sorted((name for name in idle if name not in kept), key=holds_some.__contains__)
 
 
 def _gather(group: Group) -> Outcome:
@@ -281,7 +302,8 @@ def _join(group: Group, best: NewestState) -> Outcome:
         workers[name] = replace(worker, state="in", joined=False)
     generation = group.generation + 1
     givers = (*seats, *(name for name, _ in best.donors))
-    incomplete = bool(owners) and best.step >= 0 and (bool(lacks) or not all(workers[one].complete for one in givers))
+    stale = bool(owners) and best.step >= 0 and not all(workers[one].complete for one in givers)
+    incomplete = stale or (bool(owners) and best.step >= 0 and bool(lacks))
     group = replace(
         group,
         owners=owners,
@@ -304,6 +326,7 @@ def _join(group: Group, best: NewestState) -> Outcome:
         again=best.step < group.again,
         owners=owners,
         incomplete=incomplete,
+        stale=stale,
     )
     return group, [join]
 
@@ -463,7 +486,9 @@ def _ready(group: Group, event: e.Ready) -> Outcome:
     # State read from a checkpoint that turned out to be unusable does not count.
     void = state == "restoring" and group.workers[event.worker].stage is None
     holds, stage = (None, None) if void else (event.holds, event.stage)
-    status = {"state": "idle", "holds": holds, "stage": stage, "owned": event.owned, "complete": True}
+    # Of masters a reader has its own rows only, so its model lacks the weights of the others.
+    complete = event.stage is None or event.owned in (None, group.limits.rows_of(event.stage))
+    status = {"state": "idle", "holds": holds, "stage": stage, "owned": event.owned, "complete": complete}
     return with_worker(group, event.worker, **status), []
 
 

@@ -84,17 +84,19 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
     training state of a worker: 1.6 MB with 1 worker, 1.0 MB with 8
     any one worker can be lost without a step; if both holders of a row are lost at once, the newest checkpoint is used
     >>> print(sharded_lines(Parallel(sharded="optimizer", pipeline=4), [1, 3])[0])
-    optimizer's state of a stage: all of it on a worker of each of 1 replica, 67 % on one of each of 3
+    optimizer's state of a stage: all of it on each of its workers with 1 replica, 67 % with 3
     """
     if parallel.sharded == "none":
         return ()
     holders, staged = parallel.holders, parallel.pipeline > 1
-    unit, each, one = ("replica", "a worker of each", "one of each") if staged else ("worker", "each", "each")
+    unit, each, less = (
+        ("replica", "each of its workers with", "with") if staged else ("worker", "each of", "on each of")
+    )
     whole = sorted({count for count in sizes if count <= holders})
-    parts = [f"all of it on {each} of {' or '.join(map(str, whole))} {unit}{'s' * (whole[-1] > 1)}"] if whole else []
+    parts = [f"all of it on {each} {' or '.join(map(str, whole))} {unit}{'s' * (whole[-1] > 1)}"] if whole else []
     shares = sorted({count for count in sizes if count > holders})
     # The smallest and the largest tell enough.
-    parts += [f"{100 * holders / count:.0f} % on {one} of {count}" for count in sorted({*shares[:1], *shares[-1:]})]
+    parts += [f"{100 * holders / count:.0f} % {less} {count}" for count in sorted({*shares[:1], *shares[-1:]})]
     if holders == 1:
         losses = "each row has one holder: after the loss of any worker, the run goes back to its newest checkpoint"
     else:

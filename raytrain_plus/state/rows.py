@@ -213,12 +213,17 @@ def _concatenated(parts: Sequence[Packed]) -> Packed:
     return dtype, (sum(one[1][0] for one in parts), *shape[1:]), np.concatenate([one[2] for one in parts])
 
 
-def values_of(tensors: Mapping[str, Packed], wanted: Pieces, units: Mapping[str, int]) -> dict[str, Packed]:
-    """Return the values of the wanted rows of weights that `tensors` has whole, each under a name of its own."""
+def values_of(
+    tensors: Mapping[str, Packed], wanted: Pieces, units: Mapping[str, int], masters: Collection[str] = ()
+) -> dict[str, Packed]:
+    """Return the values of the wanted rows of weights that `tensors` has whole, each under a name of its own.
+
+    That name has numbers even if the rows are all of a weight. Those of `masters` go with the rows anyway.
+    """
     found = {}
     for name, first, last in wanted:
         weight = name.removeprefix(OF_ROWS)
-        if (packed := tensors.get(f"param/{weight}")) is not None:
+        if weight not in masters and (packed := tensors.get(f"param/{weight}")) is not None:
             dtype, shape, data = packed
             row = data.nbytes // max(1, units[weight])
             shape = (last - first, *shape[1:]) if units[weight] > 1 else shape

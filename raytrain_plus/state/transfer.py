@@ -59,20 +59,20 @@ def take_rows(
     units: Mapping[str, int],
     masters: Collection[str],
     *,
-    apart: bool = False,
+    with_values: bool = False,
 ) -> Snapshot:
     """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
 
-    `units`, `masters`: see `rows.assemble`. `apart`: with the values of the rows themselves, which may be newer than
-    those in the weights of other workers.
+    `units`, `masters`: see `rows.assemble`. `with_values`: with the values of the rows by themselves, which may be
+    newer than those in the weights of other workers.
     """
     everything_here = undigested(step, holding, everything)
     tree = json.loads(everything_here.values)
     tensors, optimizer = rows.restrict(everything_here.tensors, tree, pieces, units, masters)
     same = own_tensors(everything_here.tensors, wanted)
     tensors = {name: packed for name, packed in same.items() if not rows.is_sharded(name, masters)} | tensors
-    if apart:
-        tensors |= rows.values_of(everything_here.tensors, pieces, units)
+    if with_values:
+        tensors |= rows.values_of(everything_here.tensors, pieces, units, masters)
     return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
 
 

@@ -54,7 +54,10 @@ def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]], *, on_host: bo
                 expected="names without a slash, and without numbers in brackets at the end",
                 remedy="rename its module, or use sharded: none",
             )
-    device = next(iter(copies.values())).device if copies else torch.device("cpu")
+    if not copies:
+        # A stage may have frozen weights only, and a task need not make an optimizer of none.
+        return Division(frozenset(), {})
+    device = next(iter(copies.values())).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         return _divided(task, copies, wholes)
 

@@ -322,11 +322,13 @@ class TrainState:
         self._spread_at = None if self.trained.mastered or not spread else snapshot.step
         self.last_applied = snapshot.step
 
-    def snapshot(self, wanted: Wanted = everything, rows: Pieces | None = None) -> transfer.Snapshot:
+    def snapshot(
+        self, wanted: Wanted = everything, rows: Pieces | None = None, *, with_values: bool = False
+    ) -> transfer.Snapshot:
         """Return the committed state, or some layers of it, for a worker that lacks it.
 
-        `rows`: the rows whose optimizer's state is wanted, if each worker has that of some. Must not be called while a
-        step is applied.
+        `rows`: the rows whose optimizer's state is wanted, if each worker has that of some; `with_values`: see
+        `transfer.take_rows`. Must not be called while a step is applied.
         """
         assert self.last_applied is not None, "a partially applied state is never given away"
         if rows is None:
@@ -339,7 +341,7 @@ class TrainState:
             rows,
             trained.units,
             trained.mastered,
-            apart=not self.complete,
+            with_values=with_values,
         )
 
     def holding(self) -> Holding:

@@ -234,6 +234,8 @@ class Generation:
             return moved
         if assignment.lacks == "rows":
             parts.insert(0, undigested(step, state.holding(), everything))
+            # Others take rows from here, too, and before these are others.
+            self._prepared.source.wait_until_given(assignment.generation, assignment.gives, self._control.check)
         state.own(owned)
         # Who gives may lack weights that others have changed; the members send theirs before the first step.
         state.adopt(state.joined(parts, layers.others), spread=not assignment.incomplete)

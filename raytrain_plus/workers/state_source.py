@@ -51,18 +51,20 @@ class StateSource:
         stage: Stage,
         layers: Collection[str] | None = None,
         rows: Sequence[Piece] | None = None,
+        with_values: bool = False,
     ) -> Snapshot:
         """Return that stage's state after `step`, held or copied here, for a member that begins a generation with it.
 
         `layers`: those of its layers that are wanted (`state.stages.REST` for what belongs to none); None for all.
-        `rows`: the rows whose optimizer's state is wanted; None if that is not sharded. This worker is between two
-        steps, and stays so until the other has copied the state.
+        `rows`: the rows whose optimizer's state is wanted; None if that is not sharded. `with_values`: with the values
+        of these rows by themselves, which the weights of others may lack. This worker is between two steps, and stays
+        so until the other has copied the state.
         """
         own, wanted = self._own.at(step, stage), everything if layers is None else layers.__contains__
         if own is None:
             snapshot = self.copy_of(step, stage, layers, rows)
         else:
-            snapshot = own.snapshot(wanted, None if rows is None else Pieces.of(rows))
+            snapshot = own.snapshot(wanted, None if rows is None else Pieces.of(rows), with_values=with_values)
         with self._giving:
             self._given[generation] += 1
         return snapshot
@@ -137,7 +139,7 @@ class StateSource:
 def sha256_of(state: TrainState) -> str:
     """Return the hash of a state (see `state.named`), or where it is sharded, of what all workers have of it."""
     tensors = _hashed_tensors(state)
-    if not state.trained.everything:
+    if state.division is not None:
         tensors = {name: value for name, value in tensors.items() if not is_sharded(name, state.trained.mastered)}
     return state_sha256(tensors)
 

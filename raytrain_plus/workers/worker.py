@@ -162,9 +162,10 @@ class Worker:
         stage: Stage,
         layers: Collection[str] | None = None,
         rows: Sequence[Piece] | None = None,
+        with_values: bool = False,
     ) -> Snapshot:
         """Return that stage's state after `step`, or some of it: see `StateSource.snapshot`."""
-        return self._prepared.source.snapshot(generation, step, stage, layers, rows)
+        return self._prepared.source.snapshot(generation, step, stage, layers, rows, with_values)
 
     def has_copy(self, step: int, stage: Stage) -> bool:
         """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""

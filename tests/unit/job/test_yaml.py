@@ -385,7 +385,7 @@ FREE = {
 
 @pytest.mark.parametrize("key", [*KEPT, *FREE])
 def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    # Stages go together with no skipped rows, and two of them on two workers are one replica.
+    # Stages do not go together with skipped rows; and of STAGES there is one replica, whose state is not sharded.
     alone = ("data.on_error", "parallel.sharded")
     text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key not in alone)
     # The state of one worker is not sharded.

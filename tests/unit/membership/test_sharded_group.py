@@ -10,7 +10,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits, Phase
 from raytrain_plus.membership.machine import begin, step
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.membership.owners import shortage
+from raytrain_plus.membership.owners import segments, shortage
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
 
@@ -234,8 +234,8 @@ def test_after_a_loss_the_stages_of_the_other_replicas_keep_their_rows() -> None
         assert union(second.owners[name] for name, of in stages.items() if of == stage) == rows
 
 
-def test_of_a_single_holder_s_rows_a_replica_without_a_partner_gives_its_own() -> None:
-    """Two replicas become one: what the first stage of the broken one alone holds goes to that of the other."""
+def test_the_rows_of_a_replica_that_leaves_go_to_the_one_that_stays() -> None:
+    """Each row has one holder, and two replicas become one; if a holder is lost instead, the run starts over."""
     workers = Workers(4, minimum=2, stages=2, holders=1)
     first = workers.start()
     stages = stages_in(first)
@@ -270,3 +270,68 @@ def test_the_rows_of_each_stage_are_read_from_a_checkpoint_by_as_many_as_there_a
     for command in reads:
         workers.feed(e.Ready(command.worker, 7, command.stage, command.owned))
     assert workers.join().first_step == 8
+
+
+def halves(rows: Pieces) -> tuple[Pieces, Pieces]:
+    first, second = segments(rows, BOTH_BYTES, 2)
+    return first, second
+
+
+def reads_of(commands: list[e.Command]) -> dict[str, tuple[Stage, Pieces | None]]:
+    return {one.worker: (one.stage, one.owned) for one in commands if isinstance(one, e.Restore)}
+
+
+def test_a_stage_that_nobody_has_is_read_though_others_each_have_rows_of_another() -> None:
+    """Each of the two that live has half of the first stage, of the step of the checkpoint, and no other comes."""
+    workers = Workers(4, minimum=2, stages=2, holders=1)
+    first = workers.start()
+    stages = stages_in(first)
+    back = [name for name, stage in stages.items() if stage == BACK]
+    front = [name for name, stage in stages.items() if stage == FRONT]
+    workers.feed(e.Committed(0, 5), e.Saved(5), *(e.Lost(name, "gone") for name in back))
+    workers.leave(first, "interrupted", 5, without=tuple(back))
+    reads = reads_of(workers.commands)
+    assert dict(reads.values()) == {FRONT: OF_FRONT, BACK: OF_BACK}
+    for name, (stage, owned) in reads.items():
+        workers.feed(e.Ready(name, 5, stage, owned))
+    join = workers.join()
+    assert join.first_step == 6
+    assert set(front) == set(join.owners)
+
+
+def test_who_has_half_of_a_stage_reads_the_rest_if_another_stage_needs_the_only_other_worker() -> None:
+    workers = Workers(2, minimum=2, durable=7, stages=2, holders=1)
+    for name in workers.names:
+        workers.feed(e.Up(name, node=name))
+    half, _ = halves(OF_FRONT)
+    read = reads_of(workers.feed(e.Ready("worker-0", -1)))
+    assert read == {"worker-0": (FRONT, OF_FRONT)}
+    workers.feed(e.Ready("worker-0", 7, FRONT, half))
+    read = reads_of(workers.feed(e.Ready("worker-1", -1)))
+    assert read["worker-1"] == (BACK, OF_BACK)
+
+
+def test_who_has_read_some_rows_may_lack_the_weights_of_others() -> None:
+    workers = Workers(2, minimum=2, durable=7, stages=1, holders=1)
+    for name in workers.names:
+        workers.feed(e.Up(name, node=name))
+    reads: list[e.Restore] = []
+    for name in workers.names:
+        reads += [one for one in workers.feed(e.Ready(name, -1)) if isinstance(one, e.Restore)]
+    for command in reads:
+        workers.feed(e.Ready(command.worker, 7, WHOLE, command.owned))
+    join = workers.join()
+    assert (join.lacks, join.incomplete) == ({}, True), "all send theirs before the first step"
+
+
+def test_rows_move_with_their_values_if_anybody_may_lack_some() -> None:
+    workers = Workers(4)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5), e.Lost("worker-1", "gone"))
+    workers.leave(first, "interrupted", 5, without=("worker-1",), complete=False)
+    assert workers.join().stale
+    workers = Workers(4)
+    first = workers.start()
+    workers.feed(e.Committed(0, 5), e.Lost("worker-1", "gone"))
+    workers.leave(first, "interrupted", 5, without=("worker-1",))
+    assert not workers.join().stale

@@ -69,6 +69,7 @@ def test_the_values_of_rows_are_put_into_older_weights() -> None:
     units = {"w": ROWS, "whole": 1}
     new = {"param/w": packed(WHOLE + 100), "param/whole": packed(np.float32(7).reshape(())), "buffer/m": packed(WHOLE)}
     wanted = Pieces.of([Piece("optim/w", 2, 5), Piece("optim/w", 7, 9), Piece("optim/whole"), Piece("optim/other")])
+    assert values_of(new, wanted, units, ["w", "whole"]) == {}, "those of masters go with the rows"
     values = values_of(new, wanted, units)
     assert {name: one[1] for name, one in values.items()} == {
         "param/w[2:5]": (3, WIDTH),

@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.division import divide
+from raytrain_plus.training.division import Division, divide
 
 NAMED = [
     ("wide", nn.Parameter(torch.randn(12, 5))),
@@ -102,3 +102,10 @@ def test_it_leaves_weights_and_random_numbers_as_they_are() -> None:
 def test_a_name_that_rows_could_have_is_refused(name: str) -> None:
     with pytest.raises(TaskError, match="has a name that a sharded state cannot have"):
         divide(task_with(torch.optim.AdamW), [(name, nn.Parameter(torch.zeros(4)))])
+
+
+def test_a_stage_without_trained_weights_has_nothing_to_divide() -> None:
+    def nothing(values: list[nn.Parameter]) -> torch.optim.Optimizer:
+        raise AssertionError("an optimizer of no weights raises")
+
+    assert divide(task_with(nothing), []) == Division(frozenset(), {})

@@ -80,7 +80,7 @@ def test_rows_come_with_their_newest_values_from_those_who_have_changed_them() -
     given = assign(trained.rows, {name: state.trained.owned for name, state in states.items()}, trained.row_bytes)
     assert len(given) > 1
     parts = [
-        states[name].snapshot(everything if number == 0 else set().__contains__, rows)
+        states[name].snapshot(everything if number == 0 else set().__contains__, rows, with_values=True)
         for number, (name, rows) in enumerate(given.items())
     ]
     heir.adopt(heir.joined(parts), spread=False)

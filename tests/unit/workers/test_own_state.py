@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.training.division import Division
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import WHOLE, Layers
 from raytrain_plus.workers.own_state import OwnState
@@ -99,3 +100,13 @@ def test_a_replaced_state_is_freed_before_the_next_is_built() -> None:
     mine.build(HALF)
     mine.part(WHOLE)
     assert len(living) == 3
+
+
+def test_the_rows_of_a_sharded_state_return_even_if_more_was_taken() -> None:
+    """Others may still have to take them; what was taken, others have."""
+    mine = own(HALF)
+    first = mine.state
+    second = mine.build(WHOLE, keep_before=True)
+    second.last_applied, second.division = 7, Division(frozenset(), {})
+    mine.go_back()
+    assert mine.state is first
