@@ -232,6 +232,7 @@ def test_data_is_not_prepared_at_an_address(tmp_path: Path, monkeypatch: pytest.
         check_preparable(job, [tmp_path])
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_moment_is_asked_again(tmp_path: Path, away: Folder, proxy: Proxy) -> None:
     write(tmp_path / "data" / "a.parquet")
     upload(tmp_path / "data", away)
@@ -328,6 +329,7 @@ def test_an_error_in_a_file_names_its_address(tmp_path: Path, away: Folder) -> N
     assert not list(tmp_path.glob(".*.copy"))
 
 
+@pytest.mark.slow
 def test_a_killed_copy_continues(tmp_path: Path, away: Folder, proxy: Proxy) -> None:
     for number in range(40):
         away.write(f"{number:02}.jsonl", [json.dumps({"x": number}).encode() + b"\n"])

@@ -140,6 +140,7 @@ def test_a_step_is_a_plain_dict() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_slow_method_delays_nobody_and_is_called_for_all(tmp_path: Path, log: EventLog) -> None:
     one = callbacks_of(tmp_path, "time.sleep(0.02)")
     one.begin(log.behind)
@@ -219,6 +220,7 @@ def test_a_place_behind_the_end_of_the_log_repeats_nothing(tmp_path: Path, log: 
     assert heard_steps(tmp_path) == [2]
 
 
+@pytest.mark.slow
 def test_a_method_that_hangs_does_not_hold_up_the_end(
     tmp_path: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ def test_a_process_that_cannot_be_started_is_reported_once(
     assert told[0].startswith("the task's callbacks cannot be called: ")
 
 
+@pytest.mark.slow
 def test_an_overtaken_controller_stores_nothing(tmp_path: Path, log: EventLog) -> None:
     one = callbacks_of(tmp_path)
     one.begin(log.behind)

@@ -111,7 +111,7 @@ def test_workers_that_change_rows_of_their_own_have_the_same_bits(technique: Tec
     assert found == metrics
 
 
-@FULL
+@pytest.mark.parametrize("full", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["optimizer", "full"])
 @EACH
 def test_deaths_and_newcomers_change_no_bit(technique: Technique, full: bool) -> None:
     expected, _ = whole(technique, full)

@@ -106,7 +106,7 @@ def test_an_interrupted_step_is_not_reported_and_the_trace_up_to_it_is_written()
     assert ranges(kept.files["from-0"]) == ["rest", "step 0", "step 1"]
 
 
-@pytest.mark.parametrize("broken", ["start", "stop", "export_chrome_trace"])
+@pytest.mark.parametrize("broken", ["start", "stop", pytest.param("export_chrome_trace", marks=pytest.mark.slow)])
 def test_a_failing_profiler_is_a_remark_and_the_times_are_there(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("no CUPTI")

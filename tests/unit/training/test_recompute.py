@@ -139,7 +139,7 @@ def gpt_batch(rows: int) -> Microbatch:
     return Microbatch({"bytes": given}, rows)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full", ["block0", "block1"]], ids=str)
 def test_the_forecast_of_activations_is_what_torch_measures(recompute: Recompute, precision: Any) -> None:
     task, batch, own = gpt(), gpt_batch(8), Precision(precision)

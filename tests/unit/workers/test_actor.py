@@ -91,7 +91,15 @@ print("call", called(standby.call, "threads"))
 """
 
 
-@pytest.mark.parametrize(("given", "cpus", "threads"), [("", 4, 4), ("", 2.5, 2), ("", 0, 1), ("3", 4, 3)])
+@pytest.mark.parametrize(
+    ("given", "cpus", "threads"),
+    [
+        ("", 2.5, 2),
+        ("3", 4, 3),
+        pytest.param("", 4, 4, marks=pytest.mark.slow),
+        pytest.param("", 0, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_standby_has_the_threads_of_a_worker(given: str, cpus: float, threads: int) -> None:
     others = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     told = subprocess.run(

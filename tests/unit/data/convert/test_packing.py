@@ -262,6 +262,7 @@ def test_an_interrupted_packing_continues_after_its_last_part(
     assert contents(Path(made.path)) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_a_killed_packing_continues(tmp_path: Path, saved: Path) -> None:
     many = [f"{text} {n}" for n, text in enumerate(texts(2000) * 20)]
