@@ -68,11 +68,3 @@ def nothing_goes_on() -> Iterator[None]:
     for process in left:
         process.kill()
     assert not left
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Start a Ray of four logical CPUs, shared by the tests of a module."""
-    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()

@@ -25,7 +25,7 @@ from raytrain_plus.launch.runner import resume
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
-OLDER = Path(__file__).parent / "older"
+OLDER = Path(__file__).parents[1] / "older"
 NAMES = ("replicas", "stages")
 MADE_WITH: Mapping[str, Any] = json.loads((OLDER / "made_with.json").read_text())
 

@@ -11,8 +11,8 @@ import pytest
 
 from raytrain_plus import Checkpoint, Ema, Parallel, Workers, attach
 from tests.integration.elastic import Run, ended
+from tests.integration.one_ray.test_sharded import exact
 from tests.integration.tasks import write_data
-from tests.integration.test_sharded import exact
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 

@@ -1,0 +1,1 @@
+"""Tests that share one Ray of four logical CPUs on this machine."""
