@@ -54,11 +54,12 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, length, width = x.shape
-        split = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, width // self.heads)
+        # As many heads as are here: with tensor slices, a worker may have some of them.
+        split = self.qkv(self.norm1(x)).view(rows, length, 3, -1, width // self.heads)
         q, k, v = split.permute(2, 0, 3, 1, 4)
         rate = self.rate if self.training else 0.0
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=rate)
-        x = x + self.dropout(self.mix(attended.transpose(1, 2).reshape(rows, length, width)))
+        x = x + self.dropout(self.mix(attended.transpose(1, 2).reshape(rows, length, -1)))
         fed: torch.Tensor = self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
         return x + fed
 
@@ -97,6 +98,16 @@ class ByteGPT(Task):
             f"block{i}": lambda: Block(self.width, self.heads, self.depth, self.dropout) for i in range(self.depth)
         }
         return {"embed": lambda: Embed(self.width, self.dropout), **blocks, "head": lambda: Head(self.width)}
+
+    def tensor(self) -> dict[str, str]:
+        return {
+            "block*.qkv": "colwise",
+            "block*.mix": "rowwise",
+            "block*.up": "colwise",
+            "block*.down": "rowwise",
+            "embed.byte": "vocab",
+            "head.out": "colwise",
+        }
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         named = list(parameters)

@@ -69,6 +69,17 @@ class Task:
         """
         return None
 
+    def tensor(self) -> Mapping[str, str]:
+        """Return how the model is cut into slices with `parallel.tensor`, such as {"block*.qkv": "colwise"}.
+
+        Keys are names of modules in `layers`, in which * stands for anything between two dots. `colwise`: an nn.Linear
+        is cut by its outputs, `rowwise`: by its inputs, `vocab`: an nn.Embedding by its rows. In between, a module
+        computes with the features of its slices alone, so attention must say `view(..., -1, head_dim)`. A colwise
+        layer without a rowwise one beside it returns the outputs of all slices. What is in one weight is cut each by
+        itself if the name says so: three projections in `qkv`, two in `gate_up`.
+        """
+        return {}
+
     def model(self) -> nn.Module:
         """Return the whole model, freshly initialised on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must define model() or layers()")

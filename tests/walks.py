@@ -95,6 +95,7 @@ WALKS = {
             Step("raytrain validate jobs/byte_gpt.yaml --cluster clusters/aws.yaml", r"room for"),
             Step("ray get-auth-token --generate", r"\w{20}"),
             Step(f"raytrain validate jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES}", r"stage"),
+            Step("raytrain validate jobs/gpt_3d.yaml", r"gpt_3d: OK"),
         ),
     ),
     "settings": Walk(
@@ -112,6 +113,7 @@ WALKS = {
         steps=(
             Step(f"raytrain run jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES} --fresh", r"byte_gpt finished: 12 steps"),
             Step("raytrain resume byte_gpt --set steps=600", r"byte_gpt finished: 18 steps", instead=_SHORT),
+            Step("raytrain run jobs/gpt_3d.yaml", r"gpt_3d finished: 6", also="--set steps=6 --set workers.max=4"),
         ),
     ),
     "gpt": Walk(

@@ -109,12 +109,13 @@ class Arrivals:
         group = self.machine.group
         if (ready.layers or ready.rows) and group.generation < 0:
             counts, parts = group.limits.sizes.stage_counts, group.limits.parts
+            unfit: frozenset[tuple[int, int]] = frozenset()
             rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, (count, _, _) in ready.rows.items())
             if ready.layers:
-                counts = self.partitions.fit(counts, group.workers)
+                counts, unfit = self.partitions.fit(counts, group.workers)
                 parts = self.partitions.parts(rows)
             row_bytes = {OF_ROWS + name: size for name, (_, size, _) in ready.rows.items()}
-            self.machine.feed(e.Fitted(counts, parts, rows, row_bytes))
+            self.machine.feed(e.Fitted(counts, parts, rows, row_bytes, unfit))
         self.machine.feed(e.Ready(name, -1))
 
     def _unprepared(self, name: str, error: RaytrainError) -> None:

@@ -152,6 +152,7 @@ class Formation:
         self.journal.formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,
             self.partitions.replaces(view.shape.stages), self.roster.held_bytes(self.machine.group.owners),
+            self.partitions.slices,
         )  # fmt: skip
 
     def _stand_by(self, view: View) -> None:

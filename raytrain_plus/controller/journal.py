@@ -296,11 +296,13 @@ class Journal:
     def formed(
         self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float,
         moved_bytes: int, repartitioned: bool = False, optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
+        slices: int = 1,
     ) -> None:  # fmt: skip
         """Record that all members of a new generation are in their worlds and have the state.
 
         `params`: how many parameters each member trains. `moved_bytes`: of the state, what came from other workers.
-        `repartitioned`: `parallel.partition` is for more stages. `optimizer_bytes`: see `roster.seated`.
+        `repartitioned`: `parallel.partition` is for more stages. `optimizer_bytes`, `slices`: see
+        `roster.seated`.
         """
         self.generation = self.base + view.generation
         self._waiting = ""
@@ -314,7 +316,7 @@ class Journal:
                 self._tell("rescaled", **{"from": len(before), "to": len(self._members)})
         self._tell(
             "view_formed",
-            members=seated(view, self._locations, params, optimizer_bytes),
+            members=seated(view, self._locations, params, optimizer_bytes, slices),
             spares=list(spares),
             collective=collective if len(view.members) > 1 else "none (one worker)",
             moved_bytes=moved_bytes,

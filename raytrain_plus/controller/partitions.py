@@ -12,13 +12,14 @@ from collections.abc import Collection, Sequence
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.mesh import Stage, stages_of
+from raytrain_plus.membership.mesh import Stage, rank_counts, stages_of
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
+from raytrain_plus.membership.units import unit_of
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
-from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory, sharing_optimizer
+from raytrain_plus.parallel.pipeline.memory import Misfit, hosting_slices, partition_within_memory, sharing_optimizer
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.state.stages import REST
@@ -37,16 +38,22 @@ class Partitions:
         self._partitions: dict[int, tuple[Chunks, ...]] = {}
         """For each number of stages, the layers of each stage."""
 
-    def fit(self, stage_counts: Sequence[int], living: Collection[str]) -> tuple[int, ...]:
+    def fit(
+        self, stage_counts: Sequence[int], living: Collection[str]
+    ) -> tuple[tuple[int, ...], frozenset[tuple[int, int]]]:
         """Return the `stage_counts`, numbers of stages, with which no stage is too large for the `living` workers.
 
-        Raises `InputError` if the requested number is not one of them.
+        Also return with which numbers of stages and of workers that share their slices one is. Raises `InputError` if
+        the requested number of stages fits in no way.
         """
         self._partitions = {}
+        unfit = set()
         for stages in stage_counts:
-            found = self._laid(stages, living)
+            most, *fewer = rank_counts(self._job.parallel.tensor)
+            found = self._laid(stages, most, living)
             if not isinstance(found, Misfit):
                 self._partitions[stages] = found
+                unfit |= {(stages, ranks) for ranks in fewer if isinstance(self._laid(stages, ranks, living), Misfit)}
             elif stages == self._job.parallel.pipeline:
                 raise InputError(
                     f"the model does not fit: {found}",
@@ -56,15 +63,24 @@ class Partitions:
                 )
             else:
                 log.warning("fewer than %d workers cannot hold the model: %s", min(self._partitions), found)
-        return tuple(self._partitions)
+        return tuple(self._partitions), frozenset(unfit)
 
     def layers(self, stage: Stage) -> Layers:
         """Return the layers that belong to a stage."""
-        if stage.of == 1:
+        if stage.layout == (1, 1):
             return WHOLE
-        partition = self._partitions[stage.of]
+        if stage.of == 1:
+            # In one chunk, whatever the schedule.
+            partition: tuple[Chunks, ...] = ((tuple(layer.name for layer in self._layers()),),)
+        else:
+            partition = self._partitions[stage.of]
         stages = {name: number for number, chunks in enumerate(partition) for chunk in chunks for name in chunk}
-        return Layers(stage, partition[stage.number], stages)
+        return Layers(stage, partition[stage.number], stages, self._job.parallel.tensor)
+
+    @property
+    def slices(self) -> int:
+        """The job's number of tensor slices."""
+        return self._job.parallel.tensor
 
     def replaces(self, stages: int) -> bool:
         """Return whether `parallel.partition` cannot be used, because it is for more stages than these."""
@@ -77,13 +93,24 @@ class Partitions:
             return Pieces.of([Piece(REST)])
         own = self.layers(stage)
         names = {layer.name for layer in layers} - own.others
+        slices = {unit for layer in layers for unit in self._slices_of(layer)} - own.others
         rest = [Piece(REST)] if any(layer.parameters for layer in layers if layer.name in names) else []
-        return Pieces.of([*(Piece(name) for name in names), *rest])
+        return Pieces.of([*(Piece(name) for name in (*names, *slices)), *rest])
 
     @property
     def layer_bytes(self) -> dict[str, int]:
-        """The approximate bytes of the state of each layer; what belongs to no layer counts as nothing."""
-        return {layer.name: layer.bytes for layer in self._layers()} | {REST: 0}
+        """The approximate bytes of the state of each layer, and of each slice of it; what is in none has none."""
+        found = {REST: 0}
+        for layer in self._layers():
+            units = self._slices_of(layer)
+            found[layer.name] = layer.bytes - layer.sliced_bytes
+            found |= dict.fromkeys(units, layer.sliced_bytes // max(1, len(units)))
+        return found
+
+    def _slices_of(self, layer: Layer) -> list[str]:
+        """Return the names of a layer's tensor slices, if it is cut into any."""
+        slices = self._job.parallel.tensor if layer.sliced_bytes else 0
+        return [unit_of(layer.name, number) for number in range(slices)]
 
     def parts(self, rows: Pieces) -> dict[Stage, Pieces]:
         """Return the pieces of the whole state and of each stage of each partition.
@@ -92,7 +119,8 @@ class Partitions:
         """
         of_layers = layers_of(rows)
         found = {}
-        for stage in (stage for of in {1, *self._partitions} for stage in stages_of(of)):
+        layouts = [(of, ranks) for of in {1, *self._partitions} for ranks in rank_counts(self._job.parallel.tensor)]
+        for stage in (stage for layout in layouts for stage in stages_of(*layout)):
             own = self.pieces(stage)
             found[stage] = union([own, *(some for layer, some in of_layers.items() if layer in own.names)])
         return found
@@ -109,8 +137,9 @@ class Partitions:
         """Return how many parameters each member trains."""
         found = {}
         for seat, member in enumerate(view.members):
-            ready, layers = self._roster.ready[member.worker], self.layers(view.shape.stage(seat))
-            counts = {layer.name: layer.parameters for layer in ready.layers}
+            ready, stage = self._roster.ready[member.worker], view.shape.stage(seat)
+            layers = self.layers(stage)
+            counts = {layer.name: layer.parameters for layer in hosting_slices(ready.layers, stage.ranks)}
             own = [counts[name] for chunk in layers.chunks for name in chunk]
             found[member.worker] = sum(own) if layers.chunks else ready.parameters
         return found
@@ -119,8 +148,8 @@ class Partitions:
         """Return the layers of the model; empty if it is never partitioned."""
         return next(iter(self._roster.ready.values())).layers
 
-    def _laid(self, stages: int, living: Collection[str]) -> tuple[Chunks, ...] | Misfit:
-        """Return the layers of each of so many stages, or why they do not fit."""
+    def _laid(self, stages: int, ranks: int, living: Collection[str]) -> tuple[Chunks, ...] | Misfit:
+        """Return the layers of each of so many stages, whose slices so many workers share, or why they do not fit."""
         job = self._job
         known = {name: ready for name, ready in self._roster.ready.items() if name in living}
         sharing = Counter(self._roster.node(name) for name in known)
@@ -131,5 +160,7 @@ class Partitions:
         layers = next(ready.layers for ready in known.values())
         microbatches = self._sizes.most_shards(stages) * job.parallel.microbatches
         first = job.parallel.first_layers(stages)
-        shared = sharing_optimizer(layers, share_of(job.parallel, self._sizes.fewest_replicas(stages)))
+        shared = sharing_optimizer(
+            hosting_slices(layers, ranks), share_of(job.parallel, self._sizes.fewest_replicas(stages))
+        )
         return partition_within_memory(shared, job.parallel.schedule, stages, microbatches, room, first)

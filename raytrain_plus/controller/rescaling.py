@@ -23,11 +23,11 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
         spares=now.spares if spares is None else spares,
     )
     size_table(replace(job, workers=workers))
-    fewest = max(job.workers.min, now.sizes.stage_counts[-1])
-    if job.parallel.pipeline > 1 and workers.min < fewest:
+    fewest = max(job.workers.min, min(stages * ranks for stages, ranks in now.sizes.layouts))
+    if job.parallel.in_parts and workers.min < fewest:
         # The check whether the partitions fit the workers' memory assumed so many workers.
         raise InputError(
-            f"a model in stages cannot shrink below the minimum that it began with: {fewest} workers",
+            f"a model in parts cannot shrink below the minimum that it began with: {fewest} workers",
             where=f"workers.min: {workers.min}",
             remedy="stop the run, and continue with: raytrain resume RUN --set 'workers={min: ...}'",
         )

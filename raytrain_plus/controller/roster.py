@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raytrain_plus.data.sight import Sight
+from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.view import View
 from raytrain_plus.state.rows import OF_ROWS
@@ -24,11 +25,18 @@ def seated(
     locations: Mapping[str, WorkerLocation],
     params: Mapping[str, int],
     optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
+    slices: int = 1,
 ) -> list[dict[str, Any]]:
     """Return how events name the members of a view.
 
     `params`: how many parameters each of them trains. `optimizer_bytes`: those of its optimizer's state, if sharded.
+    `slices`: the job's number of tensor slices.
     """
+
+    def hosted(rank: int) -> dict[str, Any]:
+        own = hosted_slices(slices, rank, view.shape.tensor_ranks)
+        return {"tensor_rank": rank, "slices": list(own)} if slices > 1 else {}
+
     return [
         {
             **who(locations[member.worker]),
@@ -36,6 +44,7 @@ def seated(
             "stage": member.place.stage,
             "params": params[member.worker],
             "shards": list(member.shards),
+            **hosted(member.place.tensor_rank),
             **({"optimizer_bytes": optimizer_bytes[member.worker]} if optimizer_bytes else {}),
         }
         for member in view.members

@@ -39,6 +39,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "zero-bubble": {"parallel": Parallel(pipeline=2, schedule="zero-bubble")},
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
+    "tensor slices": {"parallel": Parallel(tensor=2)},
     "sharded: optimizer": {"parallel": Parallel(sharded="optimizer")},
     "sharded: optimizer, 1f1b": {"parallel": Parallel(sharded="optimizer", pipeline=2)},
     "sharded: full": {"parallel": Parallel(sharded="full")},

@@ -18,14 +18,15 @@ def sizes(maximum: int | None, minimum: int) -> Problem:
     return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
 
 
-def shard_room(minimum: int, shards: int, pipeline: int) -> Problem:
+def shard_room(minimum: int, shards: int, pipeline: int, tensor: int) -> Problem:
     """Return what is wrong with this workers.min: every worker needs a shard."""
-    if minimum <= shards * pipeline:
+    if minimum <= shards * pipeline * tensor:
         return None
     of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
+    of += "" if tensor == 1 else f" and parallel.tensor = {tensor}"
     return (
         f"{minimum} workers for data.shards = {shards}{of}: some would be idle",
-        f"at most {shards * pipeline}",
+        f"at most {shards * pipeline * tensor}",
         "raise data.shards",
     )
 
@@ -36,6 +37,24 @@ def one_replica(maximum: int | None, minimum: int, pipeline: int) -> Problem:
     if most >= pipeline:
         return None
     return f"{most} workers are fewer than the {pipeline} stages of parallel.pipeline", f"{pipeline} or more", ""
+
+
+def tensor(tensor: int, schedule: str, sharded: str, compiles: bool) -> Problem:
+    """Return what is wrong with parallel.tensor, alone and with other settings."""
+    if tensor < 1 or tensor & (tensor - 1):
+        return f"{tensor} is no power of two", "1, 2, 4, 8, ...", ""
+    if tensor == 1:
+        return None
+    if schedule in ("pipedream", "zero-bubble"):
+        what = f"{schedule} does not support tensor slices: its stages interleave passes in orders of their own"
+        return what, "parallel.tensor: 1, or another schedule", ""
+    if sharded != "none":
+        what = "the state of tensor slices is not sharded: each worker holds only its own slices of the state already"
+        return what, "sharded: none, or parallel.tensor: 1", ""
+    if compiles:
+        what = "layers that are cut into slices exchange sums while they compute, which compiled layers cannot do"
+        return what, "compile: false, or parallel.tensor: 1", ""
+    return None
 
 
 def pipedream(

@@ -17,6 +17,7 @@ _SAME = (
     "early_stop",
     "workers.threads",
     "parallel.microbatches",
+    "parallel.tensor",
     "reduction",
     "compression",
     "precision",
@@ -49,6 +50,7 @@ _BEFORE = {
     "ema": None,
     "recompute": "none",
     "offload": "none",
+    "parallel.tensor": 1,
     "parallel.schedule": "1f1b",
     # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
     "parallel.partition": None,

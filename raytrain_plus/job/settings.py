@@ -71,6 +71,15 @@ class Parallel:
     """Pipeline stages that the model's layers are partitioned into. Each stage runs on its own worker; together they
     form one model replica. Default 1: every worker holds the whole model."""
 
+    tensor: int = 1
+    """Slices that the weights named in `Task.tensor` are cut into: a power of two, fixed for the life of the run.
+    Default 1: none is cut.
+
+    A stage's slices are hosted on as many workers, or on fewer (half of them, a quarter, ... one): with fewer workers
+    than before, the number of replicas falls first, then that of the workers that share a stage, then that of stages.
+    The result does not depend on who hosts them. The model must be declared in layers, as for `pipeline`.
+    """
+
     schedule: Schedule = "1f1b"
     """Order in which the stages of a replica make their forward and backward passes. Default `1f1b`.
 
@@ -115,8 +124,18 @@ class Parallel:
 
     @property
     def by_layer(self) -> bool:
-        """Return whether no worker ever holds the whole model."""
-        return self.pipeline > 1 or self.sharded == "full"
+        """Return whether no worker ever needs to hold the whole model."""
+        return self.in_parts or self.sharded == "full"
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether each worker holds a part of the model: some of its layers, or slices of them."""
+        return self.width > 1
+
+    @property
+    def width(self) -> int:
+        """Return the number of workers of a whole replica."""
+        return self.pipeline * self.tensor
 
     @property
     def overlaps(self) -> bool:

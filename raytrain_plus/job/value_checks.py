@@ -246,11 +246,11 @@ def _collate(spec: str) -> Problem:
     )
 
 
-def _packed(collate: str | None, pipeline: int) -> Problem:
-    if collate != "pack" or pipeline == 1:
+def _packed(collate: str | None, pipeline: int, tensor: int) -> Problem:
+    if collate != "pack" or pipeline * tensor == 1:
         return None
     what = "packed microbatches differ in their number of tokens, and stages need the same shapes in every step"
-    return what, "pad, stack or module:function, or parallel.pipeline: 1", ""
+    return what, "pad, stack or module:function, or parallel.pipeline: 1 and parallel.tensor: 1", ""
 
 
 MOST_TOKENS = 1 << 20
@@ -270,11 +270,11 @@ def _no_images(pack: int | None, image_size: Sequence[int] | None) -> Problem:
     return "packed rows hold tokens and no images, so data.image_size has no use", "one of both", ""
 
 
-def _skipped_rows(on_error: str, pipeline: int, sharded: str) -> Problem:
-    if on_error == "stop" or (pipeline == 1 and sharded != "full"):
+def _skipped_rows(on_error: str, pipeline: int, tensor: int, sharded: str) -> Problem:
+    if on_error == "stop" or (pipeline * tensor == 1 and sharded != "full"):
         return None
     what = "data.on_error: skip needs the whole model in each worker; stages do not tell one another which rows fail"
-    return what, "data.on_error: stop, or parallel.pipeline: 1 and not sharded: full", ""
+    return what, "data.on_error: stop, or parallel.pipeline: 1, tensor: 1 and not sharded: full", ""
 
 
 def _best(metric: str, evaluate: None) -> Problem:
@@ -347,11 +347,11 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.prepare",), _reference),
     (("data.transform",), _reference),
     (("data.collate",), _collate),
-    (("data.collate", "parallel.pipeline"), _packed),
+    (("data.collate", "parallel.pipeline", "parallel.tensor"), _packed),
     (("data.pack",), _at_least(2, MOST_TOKENS)),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
-    (("data.on_error", "parallel.pipeline", "parallel.sharded"), _skipped_rows),
+    (("data.on_error", "parallel.pipeline", "parallel.tensor", "parallel.sharded"), _skipped_rows),
     (("data.granule",), _at_least(1)),
     (("data.cache_mb",), _at_least(0)),
     (("steps",), _at_least(1)),
@@ -359,9 +359,10 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("steps", "epochs"), _length),
     (("workers.min",), _at_least(1, 1_000_000)),
     (("workers.max", "workers.min"), parallel_checks.sizes),
-    (("workers.min", "data.shards", "parallel.pipeline"), parallel_checks.shard_room),
+    (("workers.min", "data.shards", "parallel.pipeline", "parallel.tensor"), parallel_checks.shard_room),
     (("workers.max", "workers.min", "parallel.pipeline"), parallel_checks.one_replica),
     (("parallel.pipeline",), _at_least(1, 1_000)),
+    (("parallel.tensor", "parallel.schedule", "parallel.sharded", "compile"), parallel_checks.tensor),
     (("workers.spares",), _at_least(0, 1_000_000)),
     (("workers.cpus",), _at_least(0, 1_000_000)),
     (("workers.gpus",), _gpus),

@@ -166,12 +166,12 @@ def _check(job: Job, sizes: Sequence[int]) -> None:
             "one run has nothing to compare with", where="--workers", remedy="give at least two sizes: --workers 1,2"
         )
     for size in sizes:
-        most = job.data.shards * job.parallel.pipeline
+        most = job.data.shards * job.parallel.width
         if not 1 <= size <= most:
             raise InputError(
                 f"{size} workers cannot train this job",
                 where="--workers",
-                expected=f"from 1 to {'data.shards = ' * (job.parallel.pipeline == 1)}{most}",
+                expected=f"from 1 to {'data.shards = ' * (not job.parallel.in_parts)}{most}",
             )
 
 

@@ -179,6 +179,8 @@ class Fitted:
     rows: Pieces = field(default_factory=Pieces)
     """See `Limits.rows`."""
     row_bytes: Mapping[str, int] = field(default_factory=dict)
+    unfit: frozenset[tuple[int, int]] = frozenset()
+    """See `SizeTable.unfit`."""
 
 
 @dataclass(frozen=True, slots=True)

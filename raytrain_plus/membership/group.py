@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from raytrain_plus.membership.mesh import Donor, Shape, Stage
+from raytrain_plus.membership.mesh import Donor, Shape, Stage, stages_of
 from raytrain_plus.membership.owners import Owners, shortage
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
@@ -55,8 +55,9 @@ class Limits:
         """Return what a stage consists of: an equal part of the whole if the layers are not measured."""
         if found := self.parts.get(stage):
             return found
-        rows = math.lcm(*self.sizes.stage_counts) // stage.of
-        return union([Pieces.of([Piece("", stage.number * rows, (stage.number + 1) * rows)]), self.rows])
+        most = math.lcm(*(stages * ranks for stages, ranks in self.sizes.layouts))
+        rows = most // (stage.of * stage.ranks)
+        return union([Pieces.of([Piece("", stage.index * rows, (stage.index + 1) * rows)]), self.rows])
 
     def rows_of(self, stage: Stage) -> Pieces:
         """Return the rows of the weights of a stage, if each worker holds the optimizer's state of some only."""
@@ -173,14 +174,14 @@ def holders(group: Group) -> list[list[str]]:
 
     A worker inside the generation counts, since nothing newer is known of it.
     """
-    found: list[list[str]] = [[] for _ in range(group.shape.stages)]
+    found: list[list[str]] = [[] for _ in stages_of(*group.shape.layout)]
     for name, worker in group.workers.items():
         if worker.state == "in" and name in group.seats:
-            found[group.shape.stage(group.seats.index(name)).number].append(name)
+            found[group.shape.stage(group.seats.index(name)).index].append(name)
         elif worker.state == "idle" and holds(group, name) >= max(group.committed, 0):
             stage = worker.stage
-            if stage is not None and stage.of == group.shape.stages:
-                found[stage.number].append(name)
+            if stage is not None and stage.layout == group.shape.layout:
+                found[stage.index].append(name)
     return found
 
 
@@ -236,11 +237,11 @@ def cover(group: Group, offers: Iterable[Offer]) -> tuple[tuple[Donor, ...], Pie
     Earlier offers come first, except that stages of the group's partition come before those of any other.
     """
     found, missing = [], group.limits.pieces(Stage())
-    for name, stage, pieces in sorted(offers, key=lambda offer: offer[1].of != group.shape.stages):
+    for name, stage, pieces in sorted(offers, key=lambda offer: offer[1].layout != group.shape.layout):
         if pieces & missing:
             found.append((name, stage))
             missing -= pieces
-    return tuple(sorted(found, key=lambda donor: donor[1].number)), missing
+    return tuple(sorted(found, key=lambda donor: donor[1].index)), missing
 
 
 def unfinished(group: Group) -> tuple[str, ...]:

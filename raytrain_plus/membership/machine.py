@@ -167,7 +167,7 @@ def _read_stages(group: Group) -> list[Stage]:
     """Return the stages in which a checkpoint is read: those of the group that the workers can form."""
     busy = sum(worker.state == "restoring" and not worker.leaving for worker in group.workers.values())
     shape = shape_for(group, len(free(group)) + busy)
-    return stages_of(group.limits.sizes.stage_counts[0] if shape is None else shape.stages)
+    return stages_of(*(group.limits.sizes.layouts[0] if shape is None else shape.layout))
 
 
 def _read_stage(group: Group, stage: Stage, stages: Sequence[Stage]) -> Outcome:
@@ -281,9 +281,9 @@ def _join(group: Group, best: NewestState) -> Outcome:
     shape = shape_for(group, len(able))
     assert shape is not None, "there are enough"
     holding = {
-        name: stage.number
+        name: stage.index
         for name in able
-        if (stage := group.workers[name].stage) and stage.of == shape.stages and holds(group, name) == best.step
+        if (stage := group.workers[name].stage) and stage.layout == shape.layout and holds(group, name) == best.step
     }
     seats = seated(group.seats, group.shape, able, shape, holding)
     owners = _owners(group, seats, shape, best.step)
@@ -379,7 +379,7 @@ def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:
 
 
 def _all_lost(group: Group) -> str:
-    of = "the state" if group.shape.stages == 1 else "a stage of the state"
+    of = "the state" if group.shape.layout == (1, 1) else "a part of the state"
     return f"every worker that held {of} after step {group.committed} was lost"
 
 
@@ -532,7 +532,7 @@ def _copied(group: Group, event: e.Copied) -> Outcome:
 
 def _fitted(group: Group, event: e.Fitted) -> Outcome:
     limits = group.limits
-    sizes = replace(limits.sizes, stage_counts=event.stage_counts)
+    sizes = replace(limits.sizes, stage_counts=event.stage_counts, unfit=event.unfit)
     limits = replace(limits, sizes=sizes, parts=event.parts, rows=event.rows, row_bytes=event.row_bytes)
     return replace(group, limits=limits), []
 

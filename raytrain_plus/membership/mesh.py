@@ -16,15 +16,50 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A position in a model replica: its number, counted from the model's front, out of `of` stages."""
+    """A position in a model replica: the part of the model that is held there.
+
+    `number`: counted from the model's front, out of `of` stages. `rank`: which share of the stage's tensor slices, out
+    of `ranks`.
+    """
 
     number: int = 0
     of: int = 1
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """The numbers of stages and of tensor ranks of the replica."""
+        return self.of, self.ranks
+
+    @property
+    def index(self) -> int:
+        """Its place among all positions of the replica."""
+        return self.number * self.ranks + self.rank
 
 
-def stages_of(count: int) -> list[Stage]:
-    """Return the stages of a replica that has so many."""
-    return [Stage(number, count) for number in range(count)]
+def stages_of(count: int, ranks: int = 1) -> list[Stage]:
+    """Return the positions of a replica that has so many stages and tensor ranks, in the order of its seats."""
+    return [Stage(number, count, rank, ranks) for number in range(count) for rank in range(ranks)]
+
+
+def rank_counts(slices: int) -> tuple[int, ...]:
+    """Return the numbers of workers that can share the tensor slices of a stage, the largest first.
+
+    >>> rank_counts(4)
+    (4, 2, 1)
+    """
+    return tuple(slices >> shift for shift in range(slices.bit_length()))
+
+
+def hosted_slices(slices: int, rank: int, ranks: int) -> range:
+    """Return the tensor slices that a worker with this rank hosts: consecutive ones, equally many on each.
+
+    >>> [list(hosted_slices(4, rank, 2)) for rank in range(2)]
+    [[0, 1], [2, 3]]
+    """
+    each = slices // ranks
+    return range(rank * each, (rank + 1) * each)
 
 
 Donor = tuple[str, Stage]
@@ -76,9 +111,15 @@ class Shape:
         """Return the stage that a seat holds.
 
         >>> Shape(2, 3).stage(4)
-        Stage(number=1, of=3)
+        Stage(number=1, of=3, rank=0, ranks=1)
         """
-        return Stage(self.place(seat).stage, self.stages)
+        place = self.place(seat)
+        return Stage(place.stage, self.stages, place.tensor_rank, self.tensor_ranks)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """The numbers of stages and of tensor ranks of each replica."""
+        return self.stages, self.tensor_ranks
 
     def lines(self, *axes: Axis) -> list[tuple[int, ...]]:
         """Return the groups of seats that differ along these axes only, each in the order of its seats.
@@ -104,7 +145,8 @@ def seated(
 ) -> tuple[str, ...]:
     """Return which of the `available` workers sits in each seat of `new`.
 
-    `before`: the workers by seat in `old`. `holding`: for some workers, the stage of `new` whose state they have.
+    `before`: the workers by seat in `old`. `holding`: for some workers, the index of the stage of `new` whose state
+    they have.
 
     A worker changes its stage only if necessary, since its state would have to come from another. A replica that
     continues keeps its remaining members. Its holes are filled by members of the same ring from replicas that do not
@@ -123,11 +165,11 @@ def _at_home(seats: Sequence[str], shape: Shape, holding: Mapping[str, int]) -> 
     """Swap workers that hold the stage of each other's seat."""
     found = list(seats)
     for seat in range(shape.size):
-        stage = shape.place(seat).stage
+        stage = shape.stage(seat).index
         if holding.get(found[seat]) == stage:
             continue
         for other in range(shape.size):
-            if holding.get(found[other]) == stage != shape.place(other).stage:
+            if holding.get(found[other]) == stage != shape.stage(other).index:
                 found[seat], found[other] = found[other], found[seat]
                 break
     return tuple(found)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.mesh import Shape, rank_counts
 
 VERY_MANY = 1_000_000
 STARVED_STEPS = 100
@@ -40,11 +40,15 @@ class SizeTable:
     """The shape of the group for each number of available workers, and the numbers of the job that decide it.
 
     A shape has the fewest replicas that keep the shards per replica as low as the largest number would: a further
-    replica would make no step faster. The minimum is formed even without a gain.
+    replica would make no step faster. The minimum is formed even without a gain. With fewer workers, the number of
+    replicas falls first, then that of tensor ranks, then that of stages.
 
     >>> table = SizeTable(1, 8, 12, (4, 2, 1))
     >>> [table.shape(n).sizes for n in (99, 8, 7, 3, 1)]
     [(2, 4, 1), (2, 4, 1), (1, 4, 1), (1, 2, 1), (1, 1, 1)]
+    >>> table = SizeTable(1, 8, 12, (2, 1), slices=2)
+    >>> [table.shape(n).sizes for n in (8, 7, 3, 1)]
+    [(2, 2, 2), (1, 2, 2), (1, 2, 1), (1, 1, 1)]
     """
 
     minimum: int
@@ -54,11 +58,19 @@ class SizeTable:
     stage_counts: tuple[int, ...] = (1,)
     """The numbers of stages that the model can be partitioned into, the requested one first; a later one is used only
     if not even one replica of those before it can be formed."""
+    slices: int = 1
+    """The number of slices of each tensor that is cut, a power of two."""
+    unfit: frozenset[tuple[int, int]] = frozenset()
+    """Numbers of stages and of tensor ranks with which some stage's share is too large for a worker."""
+    layouts: tuple[tuple[int, int], ...] = field(init=False, compare=False, repr=False)
+    """The possible numbers of stages and of tensor ranks, in the order in which they are tried."""
     shapes: tuple[Shape | None, ...] = field(init=False, compare=False, repr=False)
     """By the number of workers, from 0 to the largest that can have work; None if no group can be formed."""
 
     def __post_init__(self) -> None:
-        most = max(self.minimum, min(self.maximum, self.shards * max(self.stage_counts)))
+        both = ((stages, ranks) for stages in self.stage_counts for ranks in rank_counts(self.slices))
+        object.__setattr__(self, "layouts", tuple(layout for layout in both if layout not in self.unfit))
+        most = max(self.minimum, min(self.maximum, self.shards * max(stages * ranks for stages, ranks in self.layouts)))
         object.__setattr__(self, "shapes", tuple(map(self._shape, range(most + 1))))
 
     def shape(self, available: int) -> Shape | None:
@@ -77,8 +89,8 @@ class SizeTable:
 
     @property
     def fewest(self) -> int:
-        """The minimum number of members: fewer workers than the smallest partition has stages cannot hold the model."""
-        return max(self.minimum, self.stage_counts[-1])
+        """The minimum number of members: fewer workers than the smallest layout has cannot hold the model."""
+        return max(self.minimum, min(stages * ranks for stages, ranks in self.layouts))
 
     @property
     def useful(self) -> int:
@@ -94,11 +106,11 @@ class SizeTable:
         return math.ceil(self.shards / self.fewest_replicas(stages))
 
     def _shape(self, available: int) -> Shape | None:
-        for stages in self.stage_counts if available >= self.minimum else ():
-            most = min(min(available, self.maximum) // stages, self.shards)
+        for stages, ranks in self.layouts if available >= self.minimum else ():
+            most = min(min(available, self.maximum) // (stages * ranks), self.shards)
             if most:
-                fewest = min(most, math.ceil(self.minimum / stages))
-                return Shape(useful_size(most, fewest, most, self.shards), stages)
+                fewest = min(most, math.ceil(self.minimum / (stages * ranks)))
+                return Shape(useful_size(most, fewest, most, self.shards), stages, ranks)
         return None
 
 

@@ -21,12 +21,13 @@ def size_table(job: Job, layers: Sequence[str] | None = None) -> SizeTable:
     Raises `InputError` if the requested number of stages, or its `parallel.partition`, is not possible.
     """
     workers = job.workers
-    return SizeTable(workers.min, workers.max or workers.min, job.data.shards, _stage_counts(job, layers))
+    counts = _stage_counts(job, layers)
+    return SizeTable(workers.min, workers.max or workers.min, job.data.shards, counts, job.parallel.tensor)
 
 
 def most_workers(job: Job) -> int:
     """Return the most workers that can have work: one replica per shard."""
-    return min(job.workers.max or job.workers.min, job.data.shards * job.parallel.pipeline)
+    return min(job.workers.max or job.workers.min, job.data.shards * job.parallel.width)
 
 
 def unused_workers(sizes: SizeTable) -> str:
@@ -39,9 +40,11 @@ def unused_workers(sizes: SizeTable) -> str:
     if shape is None or shape.size == sizes.maximum:
         return ""
     slower = f"with data.shards = {sizes.shards} one more would make no step faster"
-    if shape.stages > 1:
-        why = f"they make {shape.replicas} replicas of {shape.stages} stages each"
-        if shape.replicas < sizes.maximum // shape.stages:
+    if shape.layout != (1, 1):
+        each = f"{shape.stages} stages" if shape.stages > 1 else f"{shape.tensor_ranks} workers"
+        each += f" of {shape.tensor_ranks} workers" if min(shape.layout) > 1 else ""
+        why = f"they make {shape.replicas} replicas of {each} each"
+        if shape.replicas < sizes.maximum // (shape.stages * shape.tensor_ranks):
             why += f", and {slower}"
     else:
         why = slower
@@ -123,7 +126,8 @@ def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:
     A smaller number is used only if there are too few workers for the larger ones.
     """
     requested = job.parallel.pipeline
-    fault = _fault(job, requested, most_workers(job), layers)
+    # Replicas of fewer tensor ranks are formed only if there is one of them.
+    fault = _fault(job, requested, most_workers(job) // job.parallel.tensor, layers)
     if fault is not None:
         raise fault
     first = job.parallel.first_layers(requested)

@@ -21,6 +21,7 @@ from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.observe.run_progress import after_step
+from raytrain_plus.parallel.tensor.slicing import whole_weights
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Found, read_tensors
@@ -168,8 +169,9 @@ def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str
     weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
     trained = {name for group in manifest.tree.get("groups") or () for name in group["parameters"]}
     bad = not_finite((name, value) for name, value in weights.items() if name in trained)
+    cuts = {name: (kind, fused) for name, (kind, fused) in manifest.tree.get("cuts", {}).items()}
     # Older versions wrote such checkpoints.
-    return weights, f"'{bad[0]}' holds NaN or infinity" if bad else ""
+    return whole_weights(weights, cuts), f"'{bad[0]}' holds NaN or infinity" if bad else ""
 
 
 def _from_file(file: Path) -> dict[str, torch.Tensor]:

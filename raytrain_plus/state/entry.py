@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 OF_MODEL = ("param/", "buffer/", "ema/")
 """How the names of tensors begin that belong to the model rather than the optimizer."""
+
+
+Cut = tuple[Literal["column", "row", "vocabulary"], int]
+"""How a tensor is cut into slices, `row` by its columns and the others by its rows; of how many parts it consists that
+are cut each by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,8 @@ class Entry:
     """The value of a tensor without dimensions, as a little-endian float64."""
     held: tuple[int, int] | None = None
     """The rows [first, last) that a worker has of it; None for all."""
+    cut: Cut | None = None
+    """If it is a slice of a tensor, how that one is cut."""
 
     @property
     def rows(self) -> int:

@@ -16,6 +16,7 @@ from torch import nn
 
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.entry import Cut
 from raytrain_plus.state.rows import parse_rows, weight_of
 from raytrain_plus.state.tree import Json, from_json, to_json
 
@@ -67,6 +68,8 @@ class Holding:
     """The averages of the trained parameters, if the job has any."""
     whole: Sequence[tuple[str, nn.Parameter]] | None = None
     """Where the optimizer's state is sharded, the trained parameters that are the same on all workers."""
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    """How the modules are cut that have slices, by their names in the model that is not cut."""
     copies: StateCopies = field(default_factory=lambda: StateCopies(torch.device("cpu")))
     """They must end before the state changes."""
 
@@ -117,6 +120,7 @@ def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
         "rules": dict(holding.rules),
         "persistent": list(holding.persistent),
         "allowed": sorted(holding.allowed),
+        **({"cuts": {name: list(cut) for name, cut in holding.cuts.items()}} if holding.cuts else {}),
     }
     if holding.optimizer is None:
         return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}

@@ -6,12 +6,13 @@ It fetches a few tensors at a time, so that no process has to hold the model, le
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
 from raytrain_plus.state.entry import Entry, to_export
+from raytrain_plus.state.slices import Joining
 from raytrain_plus.state.tensorfile import header
 
 BATCH = 64 << 20
@@ -33,23 +34,23 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
     """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
     `inventories`: for each holder, the tensors that it has, or rows of them; a row that several have comes from one of
-    them. Raises `Interrupted` if a holder delivers other sizes than its inventory lists.
+    them. A tensor that is cut into slices is one in the file; until all of them have come, they are kept.
+
+    Raises `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
     parts = ordered(inventories)
     entries = {entry.name: entry for _, (entry, _) in parts}
-    exported = set(to_export(entries))
-    model = [entry for name, entry in entries.items() if name in exported]
-    yield header(
-        [(entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size) for entry in model], {"format": "pt"}
-    )
+    joining = Joining(entries, set(to_export(entries)))
+    named = [(entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size) for entry in joining.model()]
+    yield header(named, {"format": "pt"})
     begun: deque[tuple[list[Part], Callable[[], Sequence[Any]]]] = deque()
     for holder, batch in batches(parts, BATCH):
         # Fetch the next batch while one is being written.
         begun.append((batch, begin(holder, tuple(piece for _, piece in batch))))
         if len(begun) > 1:
-            yield from _taken(*begun.popleft(), digest, exported)
+            yield from _taken(*begun.popleft(), digest, joining)
     while begun:
-        yield from _taken(*begun.popleft(), digest, exported)
+        yield from _taken(*begun.popleft(), digest, joining)
 
 
 def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Part]]:
@@ -91,9 +92,7 @@ def _bytes(part: Part) -> int:
     return entry.size // entry.rows * (piece.last - piece.first)
 
 
-def _taken(
-    batch: list[Part], wait: Callable[[], Sequence[Any]], digest: Digest, exported: Collection[str]
-) -> Iterator[Any]:
+def _taken(batch: list[Part], wait: Callable[[], Sequence[Any]], digest: Digest, joining: Joining) -> Iterator[Any]:
     for (entry, piece), data in zip(batch, wait(), strict=True):
         expected = _bytes((entry, piece))
         if memoryview(data).nbytes != expected:
@@ -101,5 +100,4 @@ def _taken(
         if not piece.first:
             digest.update(entry.head)
         digest.update(entry.scalar or data)
-        if entry.name in exported:
-            yield data
+        yield from joining.add(entry, data)

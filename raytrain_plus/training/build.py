@@ -15,6 +15,8 @@ from raytrain_plus.membership.owners import balanced
 from raytrain_plus.parallel.half import ring_wire
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.sizing import most_workers
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
@@ -37,19 +39,28 @@ def task_of(job: Job, cls: type[Task], steps: int) -> Task:
     return task
 
 
-def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ()) -> TrainState:
+def slicing_of(job: Job, task: Task, link: Link | None = None) -> Slicing | None:
+    """Return how the job cuts its model into slices; None if it does not. `link`: see `Slicing`."""
+    return None if job.parallel.tensor == 1 else Slicing(task.tensor(), job.parallel.tensor, link or Link())
+
+
+def build_state(
+    job: Job, task: Task, device: torch.device, chunks: Chunks = (), link: Link | None = None
+) -> TrainState:
     """Build the state of the model, or of the `chunks` of a stage, with its initial values.
 
-    Raises `TaskError` for a model that cannot be trained, and what the task raises.
+    `link`: says which slices of the layers are hosted here, and reaches the others. Raises `TaskError` for a model that
+    cannot be trained, and what the task raises.
     """
     full = job.parallel.sharded == "full"
+    slicing = slicing_of(job, task, link)
     built: Sequence[Built] = ()
     if full:
         check_layers(job.recompute, layer_names(task, job.seed))
     elif chunks:
-        built = build_chunks(task, job.seed, device, chunks)
+        built = build_chunks(task, job.seed, device, chunks, slicing)
     else:
-        built = (build_model(task, job.seed, device),)
+        built = (build_model(task, job.seed, device, slicing),)
         check_layers(job.recompute, built[0].layers)
     division = None
     if job.parallel.sharded != "none":
@@ -68,6 +79,7 @@ def build_state(job: Job, task: Task, device: torch.device, chunks: Chunks = ())
         shard_rows=job.data.batch_size // job.data.shards,
         division=division,
         rebuild=(lambda: build_layers(task, job.seed, device)) if full else None,
+        link=link,
     )
     check_storable(state.holding())
     return state

@@ -85,6 +85,7 @@ def layer_passes(state: TrainState) -> ByLayer:
             [Chunk(part.module, number, [0] * count, handovers) for number, part in enumerate(state.parts)]
         ),
         handovers=handovers,
+        agreement=handovers,
         sums=state.sums,
         device=state.device,
         on_device=BatchCopies(state.device),

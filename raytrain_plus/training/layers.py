@@ -8,11 +8,11 @@ from raytrain_plus.task import Task
 
 
 def layers_of(job: Job, cls: type[Task]) -> tuple[str, ...] | None:
-    """Return the names of the layers of the job's task in order, or None if the model is not partitioned.
+    """Return the names of the layers of the job's task in order, or None if each worker holds the whole model.
 
     Raises `TaskError` if the task does not declare its layers.
     """
-    if job.parallel.pipeline == 1:
+    if not job.parallel.in_parts:
         return None
     # Imported here because it loads torch.
     from raytrain_plus.training.model import layer_names

@@ -14,10 +14,12 @@ from torch import nn
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.units import is_slice
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Tensors
+from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
@@ -40,14 +42,15 @@ def measure_layers(
     technique: Technique,
     microbatch: Microbatch,
     overlaps: bool = False,
+    slicing: Slicing | None = None,
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
 
     Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
     parameters with gradients and optimizer state, and what a microbatch's forward pass makes and keeps. The last
     layer's seconds include the loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its
-    `counted_cost`. Raises `TaskError` if the model does not declare its
-    layers or does not support overlapping steps; errors of the task propagate.
+    `counted_cost`. `slicing`: how layers are cut; all slices are hosted here. Raises `TaskError` if the model does not
+    declare its layers or does not support overlapping steps; errors of the task propagate.
     """
     work = Alone(task, seed, technique, microbatch)
     names = layer_names(task, seed)
@@ -55,7 +58,7 @@ def measure_layers(
     copies = COPIES + (technique.decay is not None)
     given: Tensors | None = None
     found, trained = [], False
-    for number, (name, built) in enumerate(each_layer(task, seed, technique, names)):
+    for number, (name, built) in enumerate(each_layer(task, seed, technique, names, slicing)):
         if overlaps and built.tied:
             copy, owner = next(iter(built.tied.items()))
             raise TaskError(
@@ -85,15 +88,19 @@ def measure_layers(
                     where="parallel.schedule: pipedream",
                     remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
                 )
-        parameters = list(module.parameters())
+        named = list(module.named_parameters())
+        sizes = {at: technique.precision.parameter_bytes(value, copies) for at, value in named}
+        counts = {at: value.numel() for at, value in named if value.requires_grad}
         found.append(
             Layer(
                 name,
                 min(seconds),
-                sum(technique.precision.parameter_bytes(value, copies) for value in parameters),
-                sum(value.numel() for value in parameters if value.requires_grad),
+                sum(sizes.values()),
+                sum(counts.values()),
                 kept,
                 _counted(chunk, work, given) if overlaps else 0,
+                sum(size for at, size in sizes.items() if is_slice(at)),
+                sum(count for at, count in counts.items() if is_slice(at)),
             )
         )
         given = output
@@ -125,9 +132,11 @@ def count_operations(
     return found
 
 
-def each_layer(task: Task, seed: int, technique: Technique, names: tuple[str, ...]) -> Iterator[tuple[str, Built]]:
+def each_layer(
+    task: Task, seed: int, technique: Technique, names: tuple[str, ...], slicing: Slicing | None = None
+) -> Iterator[tuple[str, Built]]:
     """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
-    for name, built in zip(names, build_layers(task, seed, technique.precision.device), strict=True):
+    for name, built in zip(names, build_layers(task, seed, technique.precision.device, slicing), strict=True):
         technique.apply(built)
         yield name, built
 

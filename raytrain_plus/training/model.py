@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.units import MARK
+from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
 from raytrain_plus.training.randomness import random_key, set_random_key
 
@@ -26,13 +28,17 @@ class Built:
     """For the whole model: name of a parameter that is a copy -> name of the parameter it copies."""
 
 
-def build_model(task: Task, seed: int, device: torch.device) -> Built:
+def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | None = None) -> Built:
     """Build the task's model on `device`, each layer under the key (seed, 'init', layer name).
 
     A task that does not declare its layers is built whole under the empty layer name; the modules of a plain
-    `nn.Sequential` become its layers. Values are drawn on the CPU, so they do not depend on the device. Raises
-    `TaskError` if the result is not a module.
+    `nn.Sequential` become its layers. Values are drawn on the CPU, so they do not depend on the device. `slicing`: the
+    layers are cut into slices, which have the values of the whole model. Raises `TaskError` if the result is not a
+    module, and for a plan of slices that does not fit it.
     """
+    if slicing is not None:
+        [built] = build_chunks(task, seed, device, [layer_names(task, seed)], slicing)
+        return built
     layers = task.layers()
     if layers is not None:
         [built] = _built(task, layers, [tuple(layers)], seed, device)
@@ -42,37 +48,42 @@ def build_model(task: Task, seed: int, device: torch.device) -> Built:
     return Built(module.to(device), tuple(children), _untied(children))
 
 
-def build_chunks(task: Task, seed: int, device: torch.device, chunks: Sequence[Sequence[str]]) -> tuple[Built, ...]:
+def build_chunks(
+    task: Task,
+    seed: int,
+    device: torch.device,
+    chunks: Sequence[Sequence[str]],
+    slicing: Slicing | None = None,
+) -> tuple[Built, ...]:
     """Build only these sequences of the model's layers, by name; the values are those of the whole model.
 
-    Raises `TaskError` if the task does not declare its layers.
+    `slicing`: see `build_model`. Raises `TaskError` if the task does not declare its layers.
     """
     layers = task.layers()
     if layers is not None:
-        return _built(task, layers, chunks, seed, device)
+        return _built(task, layers, chunks, seed, device, slicing)
     children = _children(_whole(task, seed))
     if not children:
         raise _no_layers()
     tied = _untied(children)
     _check_apart(children)
     return tuple(
-        Built(nn.Sequential(OrderedDict((name, children[name]) for name in names)).to(device), tuple(names), tied)
-        for names in chunks
+        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing)) for names in chunks
     )
 
 
-def build_layers(task: Task, seed: int, device: torch.device) -> Iterator[Built]:
+def build_layers(task: Task, seed: int, device: torch.device, slicing: Slicing | None = None) -> Iterator[Built]:
     """Yield each of the model's layers by itself, with the values of the whole model.
 
-    If the task declares its layers, one after the other is built. Raises `TaskError` if it does not, and `model()`
-    returns no sequence of them either.
+    If the task declares its layers, one after the other is built. `slicing`: see `build_model`. Raises `TaskError` if
+    the task does not declare its layers, and `model()` returns no sequence of them either.
     """
     names = layer_names(task, seed)
     if task.layers() is None:
-        yield from build_chunks(task, seed, device, [(name,) for name in names])
+        yield from build_chunks(task, seed, device, [(name,) for name in names], slicing)
     else:
         for name in names:
-            yield build_chunks(task, seed, device, [(name,)])[0]
+            yield build_chunks(task, seed, device, [(name,)], slicing)[0]
 
 
 def layer_names(task: Task, seed: int) -> tuple[str, ...]:
@@ -94,8 +105,9 @@ def layer_names(task: Task, seed: int) -> tuple[str, ...]:
         _untied(children)
     _check_apart(children)
     for name in children:
-        if "/" in name:
-            raise TaskError(f"the layer '{name}' has a slash in its name", where="layers()", expected="no slash")
+        for mark in ("/", MARK):
+            if mark in name:
+                raise TaskError(f"the layer '{name}' has a '{mark}' in its name", where="layers()", expected="none")
     return tuple(children)
 
 
@@ -130,6 +142,7 @@ def _built(
     chunks: Sequence[Sequence[str]],
     seed: int,
     device: torch.device,
+    slicing: Slicing | None = None,
 ) -> tuple[Built, ...]:
     def layer(name: str) -> nn.Module:
         set_random_key(random_key(seed, "init", name))
@@ -148,11 +161,22 @@ def _built(
             _copy(_parameter(source, owner_name, owner), _parameter(made[at], name, copy), copy, owner)
     built = []
     for names in chunks:
-        module = nn.Sequential(OrderedDict((name, made[name]) for name in names))
+        module = _sequence(names, made, slicing)
         if len(names) == len(layers):
             _check_module(module, "model()")
-        built.append(Built(module.to(device), tuple(names), tied))
+        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing)))
     return tuple(built)
+
+
+def _sequence(names: Sequence[str], layers: Mapping[str, nn.Module], slicing: Slicing | None) -> nn.Sequential:
+    """Return these of the layers as a module, cut into slices if they are to be."""
+    own = OrderedDict((name, layers[name]) for name in names)
+    return nn.Sequential(own) if slicing is None else CutLayers(*cut_layers(own, slicing))
+
+
+def _sliced(tied: Mapping[str, str], slicing: Slicing | None) -> Mapping[str, str]:
+    """Return which parameters are tied to which, by the names of their slices if they are cut."""
+    return tied if slicing is None else tied_slices(tied, slicing)
 
 
 def _place(name: str) -> tuple[str, str]:

@@ -17,11 +17,11 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.in_turn import Runner
+from raytrain_plus.parallel.pipeline.in_turn import OneByOne, Runner
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
-from raytrain_plus.parallel.pipeline.transport import Handovers, Peers
+from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
@@ -48,13 +48,20 @@ class ReplicaStage:
     task: Task
     number: int
     """The number of this stage."""
+    index: int = 0
+    """The index of this worker's position in the replica: see `mesh.Stage`."""
     stages: int
+    ranks: int = 1
+    """The workers that share the tensor slices of each stage; they make the same passes."""
     last: int
     """The stage that holds the last chunk, and so knows the losses."""
     parts: Mapping[int, ModelPart]
     """The chunks that this stage holds, in order, by their index in the model."""
     pipeline: Runner
     handovers: Handovers
+    """Those between the stages, among workers of the same tensor rank."""
+    agreement: Handovers
+    """Those among all workers of the replica."""
     sums: StepSums
     device: torch.device
     on_device: BatchCopies
@@ -91,18 +98,33 @@ class ReplicaStage:
 
     def expect_notes(self) -> None:
         """Start to receive what the other stages send once in every run of a schedule."""
-        for stage in range(self.stages):
-            self.handovers.expect_note("agreed", stage, stage)
+        for member in self._members:
+            self.agreement.expect_note("agreed", member, member)
             if self.is_last:
-                self.handovers.expect_note("flags", stage, stage)
+                self.agreement.expect_note("flags", member, member)
+
+    @property
+    def _members(self) -> range:
+        """The indices of all positions of the replica."""
+        return range(self.stages * self.ranks)
+
+    def _of_stage(self, stage: int) -> range:
+        """Return the indices of the positions of a stage."""
+        return range(stage * self.ranks, (stage + 1) * self.ranks)
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        self.handovers.finish()
+        self.agreement.finish()
 
     def send_flags(self, flags: Flags) -> None:
-        """Send the flags that this stage raises to the stage of the last chunk."""
-        self.handovers.send_note("flags", self.number, tuple(flags), self.last)
+        """Send the flags that this worker raises to those of the last chunk."""
+        for member in self._of_stage(self.last):
+            self.agreement.send_note("flags", self.index, tuple(flags), member)
 
     def take_flags(self) -> Flags:
-        """Return the flags that any stage raises; called on the stage of the last chunk."""
-        sent = (self.handovers.take_note("flags", stage, stage) for stage in range(self.stages))
+        """Return the flags that any worker of the replica raises; called on the stage of the last chunk."""
+        sent = (self.agreement.take_note("flags", member, member) for member in self._members)
         return header.either(Flags(*one) for one in sent)
 
     def share_header(self, step: int, reports: ShardReports, flags: Flags) -> None:
@@ -125,13 +147,15 @@ class ReplicaStage:
         self.rider.write(encoded, self.metrics)
 
     def pass_on_batches(self, batches: list[Any]) -> list[Any]:
-        """Pass the batches from the stage that reads the data to the stage that computes the loss.
+        """Pass the batches from the worker that reads the data to the first stage and to that which computes the loss.
 
         Returns the batches to use here.
         """
-        if self.number == 0:
-            self.handovers.send_note("batch", 0, batches, self.last)
-        return self.handovers.take_note("batch", 0, 0) if self.is_last else batches
+        takers = {*self._of_stage(0), *self._of_stage(self.last)} - {0}
+        if self.index == 0:
+            for member in sorted(takers):
+                self.agreement.send_note("batch", 0, batches, member)
+        return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
     def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> torch.Tensor:
         """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
@@ -179,7 +203,7 @@ class ReplicaStage:
         received = self.handovers.take_note("metrics", self.number, self.last)
         for (_, microbatch), one in zip(some, received, strict=True):
             found.add(shard, microbatch.rows, one, default_weight(self.task, microbatch.batch, microbatch.rows))
-        self.handovers.finish()
+        self.finish()
 
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """See `passes.ReplicaPasses`."""
@@ -213,10 +237,10 @@ class ReplicaStage:
         that has heard from all stages of its replica knows that every member of every ring holds its sums.
         """
         context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
-        for stage in range(self.stages):
-            self.handovers.send_note("agreed", self.number, status.plain(), stage)
-        received = [from_plain(self.handovers.take_note("agreed", stage, stage)) for stage in range(self.stages)]
-        self.handovers.finish()
+        for member in self._members:
+            self.agreement.send_note("agreed", self.index, status.plain(), member)
+        received = [from_plain(self.agreement.take_note("agreed", member, member)) for member in self._members]
+        self.finish()
         return merged(received)
 
 
@@ -233,30 +257,35 @@ def replica_stage(
     classes: Classes = KNOWN,
     tied: Mapping[int, Collection[str]] = MappingProxyType({}),
 ) -> Stage:
-    """Return the stage `peers.rank` of a replica.
+    """Return the position `peers.rank` of a replica.
 
     `kind`: how it makes its passes; `state`: that of the stage's chunks; `classes`: the classes of the objects in
     batches.
     """
-    handovers = Handovers(peers, state.device, classes)
-    where = chunk_stages(schedule, stages)
-    own = [chunk for chunk, stage in enumerate(where) if stage == peers.rank]
+    link = state.link
+    agreement = Handovers(peers, state.device, classes)
+    same_rank: Peers = peers if link.ranks == 1 else SameRank(peers, link.ranks)
+    handovers = agreement if link.ranks == 1 else Handovers(same_rank, state.device, classes)
+    number = same_rank.rank
+    link.exchange = lambda own, rank: swapped(peers, own, number * link.ranks + rank)
+    where = chunk_stages(schedule, stages) if stages > 1 else [0]
+    own = [chunk for chunk, stage in enumerate(where) if stage == number]
     held = dict(zip(own, state.parts, strict=True))
     chunks = [
         Chunk(part.module, chunk, where, handovers, splits(schedule), part.gradients.received)
         for chunk, part in held.items()
     ]
-    # torch's schedules take a second to load; a whole model does without them.
-    from raytrain_plus.parallel.pipeline.schedule import Pipeline
-
     return kind(
         task=state.task,
-        number=peers.rank,
+        number=number,
+        index=peers.rank,
         stages=stages,
+        ranks=link.ranks,
         last=where[-1],
         parts=held,
-        pipeline=Pipeline(schedule, chunks),
+        pipeline=_runner(schedule, stages, chunks),
         handovers=handovers,
+        agreement=agreement,
         sums=state.sums,
         device=state.device,
         on_device=BatchCopies(state.device),
@@ -264,6 +293,15 @@ def replica_stage(
         tied=tied,
         last_chunk=len(where) - 1,
     )
+
+
+def _runner(schedule: Schedule, stages: int, chunks: Sequence[Chunk]) -> Runner:
+    if stages == 1:
+        return OneByOne(chunks[0])
+    # torch's schedules take a second to load; a model in one stage does without them.
+    from raytrain_plus.parallel.pipeline.schedule import Pipeline
+
+    return Pipeline(schedule, chunks)
 
 
 class HeldOut:

@@ -46,7 +46,7 @@ class Synchronous(ReplicaStage):
         work.take_batches()
         self.pipeline.run(work, len(work.places))
         work.reduce_rest()
-        self.handovers.finish()
+        self.finish()
         return work.works
 
 

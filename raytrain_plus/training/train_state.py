@@ -21,6 +21,8 @@ from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slicing import cuts_in
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
@@ -78,16 +80,20 @@ class TrainState:
         shard_rows: int = 1,
         division: Division | None = None,
         rebuild: Callable[[], Iterable[Built]] | None = None,
+        link: Link | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
         `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step.
         `division`: how the optimizer's state can be divided, if it is to be. `rebuild`: builds the layers of the model,
         one after the other, in place of what was `built`: their weights then have memory only while they compute, and
-        the state has no rows of them before `begin_with`. Raises `TaskError` for parameters that cannot be summed
-        exactly, and for a scheduler that needs an argument.
+        the state has no rows of them before `begin_with`. `link`: that of the slices built.
+
+        Raises `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
+        self.link = link or Link()
+        """Reaches the workers that host the other slices of these layers."""
         self.tied: Mapping[str, str] = {}
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self.allowed: frozenset[str] = frozenset()
@@ -359,6 +365,7 @@ class TrainState:
             self.rules,
             () if self._averages is None else self._averages.named,
             None if self.trained.everything else self.trained.shared,
+            {name: cut for part in self.parts for name, cut in cuts_in(part.module).items()},
             self._copies,
         )
 

@@ -39,7 +39,7 @@ from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import graph_breaks
-from raytrain_plus.training.build import build_state, initial_sums, own_share, task_of, whole_steps
+from raytrain_plus.training.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.fits import check_fits, check_layers_fit, fitting_state
@@ -53,6 +53,7 @@ from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
+from raytrain_plus.training.slice_check import check_slices
 from raytrain_plus.training.state_size import StateSize
 from raytrain_plus.training.step import UNDEFINED
 from raytrain_plus.training.technique import Technique, technique_of
@@ -175,7 +176,7 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
     set_random_key(random_key(job.seed, "task"))
     room = total_memory(device)
     size = None
-    if job.parallel.pipeline == 1:
+    if not job.parallel.in_parts:
         size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
     try_model = try_layers if job.parallel.by_layer else try_whole
@@ -277,7 +278,9 @@ def try_layers(
     start, technique = time.monotonic(), technique_of(job, device)
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps)
+        if job.parallel.tensor > 1:
+            check_slices(job, task, device, batch)
+        layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps, slicing_of(job, task))
         seconds = time.monotonic() - start
         need = None if size is None else check_layers_fit(job, layers, held, size, device, room)
         few = None if held_out is None else _batch(job, task, held_out, wanted)
@@ -310,7 +313,7 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
     work = Alone(task, job.seed, technique, batch)
     names = layer_names(task, job.seed)
     output, evaluated, empty, stepped = None, None, None, False
-    for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names)):
+    for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = built.module.train()
         chunk = Chunk(module, number, [0] * len(names))
         output = forward(chunk, work, output)

@@ -79,8 +79,11 @@ class Feeds:
         return self._last
 
     def of_member(self, stage: Stage, shards: Sequence[int], first_step: int, stack: ExitStack) -> Feed:
-        """Return the source of a member's batches, which `stack` closes; only the first stage reads data."""
-        if stage.number:
+        """Return the source of a member's batches, which `stack` closes.
+
+        Of a replica, only the worker at its first position reads data.
+        """
+        if stage.index:
             return self._counts(shards)
         return stack.enter_context(self.batches(shards, first_step, stream=True))
 
@@ -90,12 +93,12 @@ class Feeds:
         return lambda step: counts.get(step, 0.0).shards
 
     def evaluation(self, stage: Stage) -> Evaluation | None:
-        """Return the evaluation of that stage; later stages get only the row counts of the held-out data.
+        """Return the evaluation of that stage; others than the first position get only the row counts.
 
         None if the job has no evaluation.
         """
         found, seen = self._evaluation, self._plan.held_out
-        if found is None or seen is None or not stage.number:
+        if found is None or seen is None or not stage.index:
             return found
         sample_order = evaluation_order_of(self._plan.job, seen)
         rows = microbatch_rows(sample_order, self._plan.job.parallel.microbatches)

@@ -12,8 +12,9 @@ from raytrain_plus.data.source import Index
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
-from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.mesh import Stage, hosted_slices
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.membership.units import layer_of_unit, unit_of
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.manifest import Share
@@ -90,12 +91,24 @@ class Layers:
     chunks: Chunks
     """The layers of that stage; empty for the whole model."""
     stages: Mapping[str, int]
-    """For each layer of the model, its stage; empty if there is only one."""
+    """For each layer of the model, its stage; empty if a worker holds the whole model."""
+    slices: int = 1
+    """The job's number of tensor slices."""
 
     @property
     def others(self) -> frozenset[str]:
-        """The layers of the other stages."""
-        return frozenset(layer for layer, stage in self.stages.items() if stage != self.stage.number)
+        """The layers and slices that belong to other positions of the replica."""
+        layers = {layer for layer, stage in self.stages.items() if stage != self.stage.number}
+        if self.slices == 1:
+            return frozenset(layers)
+        own = hosted_slices(self.slices, self.stage.rank, self.stage.ranks)
+        units = {
+            unit_of(layer, number)
+            for layer in self.stages
+            for number in range(self.slices)
+            if layer in layers or number not in own
+        }
+        return frozenset(layers | units)
 
     def apart(self, tied: Mapping[str, str]) -> dict[int, list[str]]:
         """Return, by stage, its tied parameters that are tied to parameters of another stage.
@@ -104,7 +117,7 @@ class Layers:
         """
         found: dict[int, list[str]] = {}
         for names in tied_groups(tied):
-            places = {name: self.stages.get(name.partition(".")[0], 0) for name in names}
+            places = {name: self.stages.get(layer_of_unit(name.partition(".")[0]), 0) for name in names}
             for name in names if len(set(places.values())) > 1 else ():
                 found.setdefault(places[name], []).append(name)
         return {stage: sorted(names) for stage, names in sorted(found.items())}

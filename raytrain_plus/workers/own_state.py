@@ -88,9 +88,12 @@ class OwnState:
 def _as_good(now: StageState | None, before: StageState) -> bool:
     """Return whether the state that the worker took is as good as what it held before.
 
-    With more stages than before it has less of the model. Of a sharded state it may have other rows, which those who
+    With more positions than before it has less of the model. Of a sharded state it may have other rows, which those who
     gave them still have.
     """
     if now is None or now.state.last_applied is None or now.state.division is not None:
         return False
-    return now.state.last_applied == before.state.last_applied and now.stage.of <= before.stage.of
+    return (
+        now.state.last_applied == before.state.last_applied
+        and now.stage.of * now.stage.ranks <= before.stage.of * before.stage.ranks
+    )

@@ -22,11 +22,12 @@ from raytrain_plus.job.task_loader import as_task_error, load_function, load_tas
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state, divided_layers, task_of
+from raytrain_plus.training.build import build_state, divided_layers, slicing_of, task_of
 from raytrain_plus.training.division import Division
 from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.memory_limits import total_memory
@@ -53,10 +54,10 @@ class Prepared:
     task: Task
     device: torch.device
     classes: Classes
-    """The classes of the objects in a batch, if batches pass from stage to stage."""
+    """The classes of the objects in a batch, if batches pass from worker to worker."""
     feeds: Feeds
     own: OwnState
-    """Empty until the worker's stage is known, if the model has stages."""
+    """Empty until the worker's stage is known, if the model is held in parts."""
     source: StateSource
     copier: Copier
     saver: Saver
@@ -79,7 +80,7 @@ class Prepared:
             holds=now.state.last_applied,
             why=why,
             stage=now.stage,
-            ready=now.state.ready if now.stage.of > 1 or self.sharded else None,
+            ready=now.state.ready if now.stage.layout != (1, 1) or self.sharded else None,
             owned=now.state.trained.owned if self.sharded else None,
             complete=now.state.complete,
             copy=self.copier.own(),
@@ -116,10 +117,11 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
 
     def build(layers: Layers) -> TrainState:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
-            return build_state(job, task, device, layers.chunks)
+            link = Link(layers.stage.rank, layers.stage.ranks)
+            return build_state(job, task, device, layers.chunks, link)
 
     own = OwnState(build)
-    if job.parallel.pipeline == 1:
+    if not job.parallel.in_parts:
         built = own.build(WHOLE)
         if trial is not None and trial.initial:
             check_alike(trial, built, f"task: {job.task}")
@@ -133,7 +135,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         lambda pieces: own.state.trained.held_rows(pieces),
     )
     feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None)
-    if job.parallel.pipeline == 1:
+    if not job.parallel.in_parts:
         ready, classes = _size_of(own.state), KNOWN
     else:
         first = feeds.first()
@@ -141,7 +143,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         layers = (
             trial.layers
             if trial is not None
-            else measure_layers(task, job.seed, technique_of(job, device), first, job.parallel.overlaps)
+            else measure_layers(
+                task, job.seed, technique_of(job, device), first, job.parallel.overlaps, slicing_of(job, task)
+            )
         )
         ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
         if job.parallel.sharded != "none":

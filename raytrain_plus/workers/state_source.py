@@ -9,7 +9,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,13 +18,15 @@ from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.membership.units import is_slice
+from raytrain_plus.state.entry import Cut, Entry
 from raytrain_plus.state.finite import check_finite
 from raytrain_plus.state.held import HeldTensor, held_tensors
 from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
 from raytrain_plus.state.rows import is_sharded
-from raytrain_plus.state.stages import everything
+from raytrain_plus.state.slices import module_of
+from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
@@ -106,7 +109,8 @@ class StateSource:
             raise Interrupted(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
         state = self._state(step, stage)
         check_finite(((held.name, held.value) for held in state), self._allowed(step, stage), step)
-        return [held.entry for held in state]
+        cuts = self._cuts(step, stage)
+        return [_with_cut(held.entry, cuts) for held in state]
 
     def tensors(self, step: int, stage: Stage, pieces: Sequence[Piece]) -> list[Array]:
         """Return the bytes of these pieces of tensors."""
@@ -123,6 +127,14 @@ class StateSource:
         found = self._copier.find(step, stage)
         return () if found is None else json.loads(found.values)["allowed"]
 
+    def _cuts(self, step: int, stage: Stage) -> Mapping[str, Cut]:
+        """Return how the modules of a state are cut that have slices."""
+        if (own := self._own.at(step, stage)) is not None:
+            return own.holding().cuts
+        found = self._copier.find(step, stage)
+        values = {} if found is None else json.loads(found.values).get("cuts", {})
+        return {name: (kind, fused) for name, (kind, fused) in values.items()}
+
     def _state(self, step: int, stage: Stage) -> Sequence[HeldTensor]:
         """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._own.at(step, stage)) is not None:
@@ -134,6 +146,12 @@ class StateSource:
                 raise Interrupted(f"{self._worker} no longer has a copy of {stage} of step {step}")
             self._copied = (step, stage), held_tensors(hashed(found), None)
         return self._copied[1]
+
+
+def _with_cut(entry: Entry, cuts: Mapping[str, Cut]) -> Entry:
+    """Return the entry, with how its tensor is cut if it is a slice."""
+    sliced = entry.of_model and is_slice(layer_of(entry.name) or REST)
+    return replace(entry, cut=cuts[module_of(entry.name)]) if sliced else entry
 
 
 def sha256_of(state: TrainState) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.membership.units import is_slice
 from raytrain_plus.parallel.autocast import check_modes, open_modes
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, flattened
@@ -98,7 +99,7 @@ class Chunk:
         """The gradients for the previous chunk."""
         first = next(layers.children(), layers)
         self._writes = any(getattr(module, "inplace", False) for module in first.modules())
-        names = [name for name, _ in layers.named_children()]
+        names = [name for name, _ in layers.named_children() if not is_slice(name)]
         self._last_layer = f"the layer '{names[-1]}'" if names else "the model"
 
     def begin(self, work: PassWork, microbatches: int) -> None:

@@ -52,6 +52,24 @@ class InTurn:
         return forward_only(self._chunks, work, microbatches)
 
 
+class OneByOne:
+    """A `Runner` of a model in one chunk: each microbatch passes forward and backward before the next one."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+
+    def run(self, work: PassWork, microbatches: int) -> None:
+        """See `Runner`."""
+        self._chunk.begin(work, microbatches)
+        for microbatch in range(microbatches):
+            self._chunk.forward_one_chunk(microbatch)
+            self._chunk.backward_one_chunk(microbatch)
+
+    def forward(self, work: PassWork, microbatches: int) -> list[Any]:
+        """See `Runner`."""
+        return forward_only([self._chunk], work, microbatches)
+
+
 def forward_only(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> list[Any]:
     """See `Runner.forward`."""
     for chunk in chunks:

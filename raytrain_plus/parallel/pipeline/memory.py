@@ -85,6 +85,23 @@ def sharing_optimizer(layers: Sequence[Layer], share: Fraction) -> list[Layer]:
     return [replace(layer, bytes=layer.bytes - int(rest * MOMENTS_BYTES * layer.parameters)) for layer in layers]
 
 
+def hosting_slices(layers: Sequence[Layer], ranks: int) -> list[Layer]:
+    """Return layers of whose tensor slices a worker hosts one share of `ranks`.
+
+    >>> [found] = hosting_slices([Layer("a", 1.0, 160, 10, sliced_bytes=120, sliced_parameters=8)], 4)
+    >>> found.bytes, found.parameters
+    (70, 4)
+    """
+    return [
+        replace(
+            layer,
+            bytes=layer.bytes - layer.sliced_bytes + layer.sliced_bytes // ranks,
+            parameters=layer.parameters - layer.sliced_parameters + layer.sliced_parameters // ranks,
+        )
+        for layer in layers
+    ]
+
+
 def _open(schedule: Schedule, stages: int, microbatches: int) -> int:
     """Return the most microbatches whose activations a chunk holds at once."""
     if stages == 1:

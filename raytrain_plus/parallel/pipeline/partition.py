@@ -29,6 +29,10 @@ class Layer:
     """Bytes that it keeps of each microbatch between its forward and its backward pass."""
     cost: int = 0
     """Its `counted_cost`, which is the same in every run; 0 if the schedule does not need it."""
+    sliced_bytes: int = 0
+    """Those of its bytes that belong to tensor slices, all of them together."""
+    sliced_parameters: int = 0
+    """Those of its trained values that are in tensor slices."""
 
 
 PER_VALUE = 10

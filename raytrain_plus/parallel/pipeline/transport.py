@@ -44,22 +44,58 @@ MESSAGE_BYTES = 1 << 40
 
 Pass = Literal["forward", "backward"]
 Note = Literal["batch", "flags", "header", "tied", "agreed", "metrics"]
-MessageKind = Literal[Pass, Note]
-_KINDS: tuple[MessageKind, ...] = ("forward", "backward", "batch", "flags", "header", "tied", "agreed", "metrics")
+MessageKind = Literal[Pass, Note, "slices"]
+_KINDS: tuple[MessageKind, ...] = (
+    *("forward", "backward", "batch", "flags", "header", "tied", "agreed", "metrics"),
+    "slices",
+)
 
 
 class Peers(Protocol):
-    """The world of a model replica: its members are the stages, in order."""
+    """The world of a model replica: its members are its positions, in order."""
 
     @property
     def rank(self) -> int:
-        """The number of this stage."""
+        """The index of this position."""
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send a tensor, which must not change until it is sent."""
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Start to receive into a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class SameRank:
+    """Those members of a replica that have one tensor rank, as `Peers`: one of each stage."""
+
+    world: Peers
+    ranks: int
+
+    @property
+    def rank(self) -> int:
+        """The number of this stage."""
+        return self.world.rank // self.ranks
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
+        """See `Peers`."""
+        return self.world.send(tensor, self._member(to), tag)
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
+        """See `Peers`."""
+        return self.world.receive(tensor, self._member(source), tag)
+
+    def _member(self, stage: int) -> int:
+        return stage * self.ranks + self.world.rank % self.ranks
+
+
+def swapped(peers: Peers, own: torch.Tensor, other: int) -> torch.Tensor:
+    """Give a contiguous tensor to another member, and return what that one gives: of the same shape."""
+    into, tag = torch.empty_like(own), _tag("slices", 0, 0, 0)
+    coming, going = peers.receive(into, other, tag), peers.send(own, other, tag)
+    coming.finish(f"the slices of member {other}")
+    going.finish(f"member {other} to receive slices")
+    return into
 
 
 @dataclass(frozen=True, slots=True)

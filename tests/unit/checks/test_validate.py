@@ -291,7 +291,7 @@ def test_partitions_too_large_for_this_machine_are_reported(tmp_path: Path, monk
     ("wrong", "what"),
     [
         ("layers", "the layers of Layered cannot be built: ZeroDivisionError: in layers"),
-        ("slash", "the layer 'in/out' has a slash in its name"),
+        ("slash", "the layer 'in/out' has a '/' in its name"),
         ("width", "Layered.loss raised RuntimeError: mat1 and mat2 shapes"),
         ("collate", "Layered.collate raised KeyError: 'label'"),
     ],

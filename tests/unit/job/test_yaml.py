@@ -337,6 +337,7 @@ KEPT = {
     "early_stop": "{metric: loss, patience: 3}",
     "workers.threads": "2",
     "parallel.microbatches": "4",
+    "parallel.tensor": "2",
     "reduction": "exact",
     "compression": "bf16",
     "precision": "bf16",

@@ -1,0 +1,38 @@
+"""Name the parts of a layer that is cut into slices. Pure.
+
+Each slice of a layer is a unit with a name of its own, as a layer is: `block0@2` is slice 2 of `block0`. What is not
+cut, a norm say, keeps the layer's name, and every worker of the layer's stage has it.
+"""
+
+from __future__ import annotations
+
+MARK = "@"
+"""Stands between a layer's name and the number of a slice; no layer has it in its name."""
+
+
+def unit_of(layer: str, number: int) -> str:
+    """Return the name of a slice of a layer.
+
+    >>> unit_of("block0", 2), layer_of_unit("block0@2"), layer_of_unit("block0")
+    ('block0@2', 'block0', 'block0')
+    """
+    return f"{layer}{MARK}{number}"
+
+
+def layer_of_unit(name: str) -> str:
+    """Return the layer to which a unit belongs; a layer's name stands for what is not cut of it."""
+    return name.partition(MARK)[0]
+
+
+def number_of_unit(name: str) -> int:
+    """Return the number of a slice.
+
+    >>> number_of_unit("block0@2")
+    2
+    """
+    return int(name.partition(MARK)[2])
+
+
+def is_slice(name: str) -> bool:
+    """Return whether a unit is a slice."""
+    return MARK in name

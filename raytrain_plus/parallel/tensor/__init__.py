@@ -1,0 +1,1 @@
+"""Tensor parallelism: weights cut into slices, which one worker or several host."""

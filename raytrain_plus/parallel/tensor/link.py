@@ -1,0 +1,64 @@
+"""What the slices of a layer exchange: sums in a fixed tree, so that their bits do not depend on who hosts them.
+
+The leaves of the tree are the slices, in order: neighbours are added, then neighbouring pairs, and so on. A worker adds
+up the subtree of the slices that it hosts. Then workers exchange their sums with those at distance 1, 2, 4, ..., and
+each adds what it gets (recursive doubling; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
+Operations in MPICH", 2005). Both sides of an exchange add the same two numbers, so all workers have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+Exchange = Callable[[torch.Tensor, int], torch.Tensor]
+"""Gives a tensor to the worker with a tensor rank, and returns what that one gives."""
+
+
+class Link:
+    """How the slices that a worker hosts meet those of the other workers of its stage.
+
+    The modules that are cut keep it; its workers change from generation to generation.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1, exchange: Exchange | None = None, *, alone: bool = False) -> None:
+        """Link a worker with this tensor rank, out of `ranks`.
+
+        `exchange` reaches the others, and may come later. `alone`: there are no others, as in a trial; then sums lack
+        their parts.
+        """
+        self.rank = rank
+        self.ranks = ranks
+        self.exchange = exchange
+        self._alone = alone
+
+    def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum over all slices, given the part of each hosted one."""
+        level = list(parts)
+        while len(level) > 1:
+            level = [first + second for first, second in zip(level[::2], level[1::2], strict=True)]
+        [total] = level
+        for distance in self._distances():
+            total = total + self._given(total, distance)
+        return total
+
+    def gather(self, parts: Sequence[torch.Tensor], slices: int) -> list[torch.Tensor]:
+        """Return what all slices have, in order, given what the hosted ones have.
+
+        A worker that is alone with some of the slices gets its own in place of the others.
+        """
+        found = torch.stack(list(parts))
+        for distance in self._distances():
+            other = self._given(found, distance)
+            found = torch.cat([other, found] if self.rank & distance else [found, other])
+        return list(found) * (slices // len(found))
+
+    def _distances(self) -> list[int]:
+        if self._alone:
+            return []
+        return [1 << level for level in range(self.ranks.bit_length() - 1)]
+
+    def _given(self, own: torch.Tensor, distance: int) -> torch.Tensor:
+        assert self.exchange is not None, "the workers of a stage are in a world before they compute"
+        return self.exchange(own.contiguous(), self.rank ^ distance)

@@ -1,0 +1,251 @@
+"""Modules that are cut into slices: a linear layer by columns or rows, an embedding by its vocabulary.
+
+Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism", 2019. Each
+slice makes a matrix product of its own, of the same shape wherever it is hosted; what follows them is computed for all
+hosted slices at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from raytrain_plus.membership.mesh import hosted_slices
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.plan import Kind
+
+
+class Leaf(nn.Module):
+    """A slice of one linear layer or embedding."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+
+class Meeting:
+    """Where the columns of one module meet: those that get the same input share its gradient's sum."""
+
+    def __init__(self, link: Link, count: int) -> None:
+        self.link = link
+        self._count = count
+        self._input: torch.Tensor | None = None
+        self._copies: tuple[torch.Tensor, ...] = ()
+
+    def copies(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return a copy of the input for each hosted slice; the gradients of all copies are summed once."""
+        if self._input is not given:
+            self._input, self._copies = given, _Spread.apply(given, self._count, self.link)
+        return self._copies
+
+    def end(self) -> None:
+        """Forget the input: what uses it has been computed."""
+        self._input, self._copies = None, ()
+
+
+class Column(nn.Module):
+    """A linear layer whose outputs are divided between slices: (..., in) -> (..., out of the hosted slices).
+
+    With `gathers` it returns the outputs of all slices.
+    """
+
+    def __init__(self, slices: Sequence[Leaf], meeting: Meeting, fused: int, gathers: int, in_features: int) -> None:
+        """Compute with `slices`, which have `weight` and `bias`; `gathers`: the job's number of slices, or 0."""
+        super().__init__()
+        # In a tuple: they are modules of the unit to which they belong.
+        self._slices = tuple(slices)
+        self._meeting = meeting
+        self.cut: tuple[Kind, int] = ("column", fused)
+        self._fused = fused
+        self._gathers = gathers
+        self.in_features = in_features
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        copies = self._meeting.copies(given)
+        outputs = [F.linear(one, part.weight, part.bias) for one, part in zip(copies, self._slices, strict=True)]
+        if not self._gathers:
+            return _join(outputs, self._fused)
+        self._meeting.end()
+        gathered: torch.Tensor = _Gather.apply(self._meeting.link, self._gathers, self._fused, *outputs)
+        return gathered
+
+
+class Row(nn.Module):
+    """A linear layer whose inputs are divided between slices: (..., in of the hosted slices) -> (..., out)."""
+
+    def __init__(self, slices: Sequence[Leaf], meeting: Meeting, bias: nn.Parameter | None, out_features: int) -> None:
+        """Compute with `slices`, which have `weight`; the `bias` is added once, to their sum."""
+        super().__init__()
+        self._slices = tuple(slices)
+        self._meeting = meeting
+        self.cut: tuple[Kind, int] = ("row", 1)
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+        self.out_features = out_features
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        self._meeting.end()
+        inputs = _Cut.apply(given, len(self._slices))
+        parts = [F.linear(one, part.weight) for one, part in zip(inputs, self._slices, strict=True)]
+        total: torch.Tensor = _Sum.apply(self._meeting.link, *parts)
+        return total if self.bias is None else total + self.bias
+
+
+class Vocabulary(nn.Module):
+    """An embedding whose rows are divided between slices: (...) of integers -> (..., width)."""
+
+    def __init__(
+        self, slices: Sequence[Leaf], numbers: Sequence[int], link: Link, rows: int, padding: int | None
+    ) -> None:
+        """Look up in `slices`, of `rows` rows each; `numbers`: their places. `padding`: a row without a gradient."""
+        super().__init__()
+        self._slices = tuple(slices)
+        self.cut: tuple[Kind, int] = ("vocabulary", 1)
+        self._starts = [number * rows for number in numbers]
+        self._link = link
+        self._rows = rows
+        self._padding = padding
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        parts = [self._part(given, part.weight, start) for part, start in zip(self._slices, self._starts, strict=True)]
+        total: torch.Tensor = _Sum.apply(self._link, *parts)
+        return total
+
+    def _part(self, given: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
+        places = given - start
+        others = (places < 0) | (places >= self._rows)
+        padding = None if self._padding is None else self._padding - start
+        own = padding if padding is not None and 0 <= padding < self._rows else None
+        found = F.embedding(places.masked_fill(others, 0), weight, own)
+        return found.masked_fill(others.unsqueeze(-1), 0)
+
+
+def part_of(weight: torch.Tensor, kind: str, fused: int, number: int, slices: int) -> torch.Tensor:
+    """Return slice `number` of a weight (rows, columns), or of a bias (rows) of columns, as a view or a copy.
+
+    >>> part_of(torch.arange(12), "column", 3, 1, 2).tolist(), part_of(torch.eye(4), "row", 1, 3, 4).shape
+    ([2, 3, 6, 7, 10, 11], torch.Size([4, 1]))
+    """
+    if kind == "row":
+        return weight.chunk(slices, 1)[number]
+    each = weight.reshape(fused, slices, -1, *weight.shape[1:])[:, number]
+    return each.reshape(-1, *weight.shape[1:])
+
+
+def whole_of(parts: Sequence[torch.Tensor], kind: str, fused: int) -> torch.Tensor:
+    """Return a weight or bias, given all its slices in order: the inverse of `part_of`."""
+    if kind == "row":
+        return torch.cat(list(parts), 1)
+    each = torch.stack([part.reshape(fused, -1, *part.shape[1:]) for part in parts], 1)
+    return each.reshape(-1, *parts[0].shape[1:])
+
+
+def own_numbers(slices: int, link: Link) -> range:
+    """Return the slices that a worker with this link hosts."""
+    return hosted_slices(slices, link.rank, link.ranks)
+
+
+def _join(parts: Sequence[torch.Tensor], fused: int) -> torch.Tensor:
+    joined: torch.Tensor = _Join.apply(fused, *parts)
+    return joined
+
+
+def _joined(parts: Sequence[torch.Tensor], fused: int) -> torch.Tensor:
+    """Put outputs next to each other, those of each of the `fused` projections by themselves."""
+    if len(parts) == 1:
+        return parts[0].view_as(parts[0])
+    if fused == 1:
+        return torch.cat(list(parts), -1)
+    each = torch.stack([part.reshape(*part.shape[:-1], fused, -1) for part in parts], -2)
+    return each.reshape(*parts[0].shape[:-1], -1)
+
+
+def _divided(whole: torch.Tensor, fused: int, count: int) -> list[torch.Tensor]:
+    """Return the part of each slice, each in memory of its own: the inverse of `_joined`."""
+    if fused == 1 or count == 1:
+        return [part.contiguous() for part in whole.chunk(count, -1)]
+    each = whole.reshape(*whole.shape[:-1], fused, count, -1)
+    return [each[..., number, :].reshape(*whole.shape[:-1], -1) for number in range(count)]
+
+
+class _Spread(torch.autograd.Function):
+    """One tensor for all slices of all workers; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, count: int, link: Link) -> tuple[torch.Tensor, ...]:
+        ctx.link = link
+        return tuple(given.view_as(given) for _ in range(count))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return ctx.link.sum(gradients), None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all slices of all workers; each has its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parts)
+        total = link.sum(parts)
+        return total.view_as(total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, *([gradient] * ctx.count)
+
+
+class _Gather(torch.autograd.Function):
+    """The outputs of all slices of all workers next to each other."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, slices: int, fused: int, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.slices, ctx.fused, ctx.count, ctx.first = slices, fused, len(parts), link.rank * len(parts)
+        return _joined(link.gather(parts, slices), fused)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        parts = _divided(gradient, ctx.fused, ctx.slices)
+        return None, None, None, *parts[ctx.first : ctx.first + ctx.count]
+
+
+class _Join(torch.autograd.Function):
+    """The outputs of the hosted slices next to each other.
+
+    Their gradients are in memory of their own, however many are hosted, because the bits of a matrix product can
+    depend on how its operands lie in memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, fused: int, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.fused, ctx.count = fused, len(parts)
+        return _joined(parts, fused)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, *_divided(gradient, ctx.fused, ctx.count)
+
+
+class _Cut(torch.autograd.Function):
+    """The inputs of the hosted slices, each in memory of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        found = _divided(given, 1, count)
+        return tuple(part.view_as(part) if part is given else part for part in found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return torch.cat(gradients, -1), None

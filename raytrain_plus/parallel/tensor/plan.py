@@ -1,0 +1,97 @@
+"""Read a task's plan of its tensor slices: which modules are cut, and how. Pure.
+
+A plan has the words of torch's `parallelize_module` and of Transformers' `base_model_tp_plan`. Its keys are module
+names, in which `*` stands for anything between two dots.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from raytrain_plus.errors import TaskError
+
+Kind = Literal["column", "row", "vocabulary"]
+
+WORDS: Mapping[str, Kind] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "vocab": "vocabulary",
+    # Transformers' words for the same.
+    "packed_colwise": "column",
+    "colwise_rep": "column",
+    "colwise_gather_output": "column",
+    "embedding_rowwise": "vocabulary",
+}
+_GATHERS = ("colwise_rep", "colwise_gather_output")
+WHERE = "Task.tensor"
+"""Place of an error in a plan."""
+FUSED = {"qkv": 3, "gate_up": 2}
+"""Projections in one weight, by what the module's name contains: each is cut by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a module is cut."""
+
+    kind: Kind
+    gathers: bool = False
+    """Whether a column's outputs are put together again: nothing that follows in the same module is cut by rows."""
+    fused: int = 1
+    """How many projections a column's weight consists of."""
+
+
+def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = True) -> dict[str, Cut]:
+    """Return how each module of these names is cut; those that the plan does not name are left out.
+
+    `whole`: these are the names of the whole model, so that each key must name a module. Raises `TaskError` for a key
+    that names none, for an unknown word, if two words are for one module, and for rows without columns before them.
+
+    >>> found = cuts_of({"*.qkv": "colwise", "*.mix": "rowwise", "head": "colwise"}, ["a.qkv", "a.mix", "head"])
+    >>> [(name, cut.kind, cut.gathers, cut.fused) for name, cut in found.items()]
+    [('a.qkv', 'column', False, 3), ('a.mix', 'row', False, 1), ('head', 'column', True, 1)]
+    """
+    words: dict[str, str] = {}
+    for pattern, word in plan.items():
+        if word not in WORDS:
+            raise TaskError(
+                f"the plan cuts '{pattern}' by '{word}'", where=WHERE, expected=f"one of {', '.join(WORDS)}"
+            )
+        found = [name for name in names if _matches(pattern, name)]
+        if whole and not found:
+            near = difflib.get_close_matches(pattern, names, 1)
+            raise TaskError(
+                f"no layer of the model is called '{pattern}'",
+                where=WHERE,
+                expected="names of modules, in which * stands for anything between two dots",
+                remedy=f"did you mean '{near[0]}'?" if near else "",
+            )
+        for name in found:
+            if words.setdefault(name, word) != word:
+                raise TaskError(f"the plan cuts '{name}' both by '{words[name]}' and by '{word}'", where=WHERE)
+    cuts = {}
+    for name, word in words.items():
+        parent = name.rpartition(".")[0]
+        kind = WORDS[word]
+        beside = {WORDS[how] for other, how in words.items() if parent and other.startswith(f"{parent}.")}
+        gathers = word in _GATHERS or "row" not in beside
+        if whole and kind == "row" and "column" not in beside:
+            raise TaskError(
+                f"the plan cuts '{name}' rowwise, but nothing beside it colwise, which would make its inputs",
+                where=WHERE,
+                expected="colwise for the layers before it in the same module, or in modules of that one",
+            )
+        fused = next((count for part, count in FUSED.items() if part in name.rpartition(".")[2].lower()), 1)
+        column = kind == "column"
+        cuts[name] = Cut(kind, gathers and column, fused if column else 1)
+    return cuts
+
+
+def _matches(pattern: str, name: str) -> bool:
+    patterns, parts = pattern.split("."), name.split(".")
+    return len(patterns) == len(parts) and all(
+        fnmatchcase(part, one) for part, one in zip(parts, patterns, strict=True)
+    )

@@ -1,0 +1,228 @@
+"""Cut a model's layers into slices, keep the hosted ones, and put whole weights together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.units import is_slice, unit_of
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, own_numbers, part_of, whole_of
+from raytrain_plus.parallel.tensor.plan import WHERE, Cut, Kind, cuts_of
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """How a worker holds a model that is cut into slices."""
+
+    plan: Mapping[str, str]
+    """The task's plan: see `plan.cuts_of`."""
+    slices: int
+    """The job's number of slices, a power of two."""
+    link: Link = field(default_factory=Link)
+    """Says which of them are hosted here, and reaches the others."""
+
+
+class CutLayers(nn.Sequential):
+    """Layers in sequence, with the hosted slices of their weights: units beside the layers, which use them."""
+
+    def __init__(self, layers: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
+        """Hold these layers, and the units by name."""
+        super().__init__()
+        for name, module in (*layers.items(), *units.items()):
+            self.add_module(name, module)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer makes of what is given to the first one."""
+        for name, module in self._modules.items():
+            if not is_slice(name):
+                assert module is not None, "it was added"
+                given = module(given)
+        return given
+
+
+def cut_layers(layers: Mapping[str, nn.Module], slicing: Slicing) -> tuple[dict[str, nn.Module], dict[str, Leaf]]:
+    """Return the layers without the weights that are cut, and the hosted slices of these, by unit.
+
+    These may be some of the model's layers; they change in place. Raises `TaskError` for a plan that does not fit them.
+    """
+    cuts = cuts_of(slicing.plan, module_names(layers), whole=False)
+    found: dict[str, nn.Module] = {}
+    units: dict[str, Leaf] = {}
+    for layer, module in layers.items():
+        numbers = own_numbers(slicing.slices, slicing.link)
+        holders = {number: Leaf() for number in numbers}
+        found[layer] = _cut(layer, module, cuts, slicing, holders)
+        for number, holder in holders.items():
+            if next(holder.parameters(), None) is not None:
+                units[unit_of(layer, number)] = holder
+    return found, units
+
+
+def module_names(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of all modules of some layers, the layers' own among them."""
+    return [_full(layer, path) for layer, module in layers.items() for path, _ in module.named_modules()]
+
+
+def tied_slices(tied: Mapping[str, str], slicing: Slicing) -> dict[str, str]:
+    """Return which parameters are copies of which, by the names of their slices.
+
+    Raises `TaskError` if only one of two tied weights is cut, or if they are cut differently.
+    """
+    found = {}
+    for copy, owner in tied.items():
+        modules = [name.rpartition(".")[0] for name in (copy, owner)]
+        cuts = cuts_of(slicing.plan, modules, whole=False)
+        how = [cuts.get(name) for name in modules]
+        if how == [None, None]:
+            found[copy] = owner
+            continue
+        ways = {None if one is None else (one.kind == "row", one.fused) for one in how}
+        if len(ways) > 1:
+            raise TaskError(
+                f"'{copy}' is tied to '{owner}', but the plan does not cut both alike",
+                where=WHERE,
+                expected="colwise for the one and vocab for the other, say",
+            )
+        for number in range(slicing.slices):
+            found[_of_unit(copy, number)] = _of_unit(owner, number)
+    return found
+
+
+def whole_weights(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, tuple[str, int]]) -> dict[str, torch.Tensor]:
+    """Return the parameters of the model that is not cut, by name, given all slices of those that are.
+
+    `cuts`: see `cuts_in`.
+    """
+    found = {name: value for name, value in parts.items() if not is_slice(name.partition(".")[0])}
+    for module, cut in cuts.items():
+        for kind in ("weight", "bias"):
+            name = f"{module}.{kind}"
+            slices: list[torch.Tensor] = []
+            while (slice_name := _of_unit(name, len(slices))) in parts:
+                slices.append(parts[slice_name])
+            if slices:
+                found[name] = whole_of(slices, *cut)
+    return found
+
+
+def _of_unit(name: str, number: int) -> str:
+    """Return the name of a slice of a parameter: see `units`."""
+    layer, dot, rest = name.partition(".")
+    return f"{unit_of(layer, number)}{dot}{rest}"
+
+
+def _full(layer: str, path: str) -> str:
+    return ".".join(part for part in (layer, path) if part)
+
+
+def _cut(
+    layer: str,
+    module: nn.Module,
+    cuts: Mapping[str, Cut],
+    slicing: Slicing,
+    holders: Mapping[int, Leaf],
+) -> nn.Module:
+    """Cut the modules of a layer; their slices go to `holders`. Return the layer, which may be such a module itself."""
+    _check_unshared(layer, module, cuts)
+    meetings: dict[str, Meeting] = {}
+    for path, inner in list(module.named_modules()):
+        name = _full(layer, path)
+        if name not in cuts:
+            continue
+        parent, _, attribute = path.rpartition(".")
+        meeting = meetings.setdefault(parent, Meeting(slicing.link, len(holders)))
+        slices = {number: _leaf(holder, path) for number, holder in holders.items()}
+        made = _cut_module(name, inner, cuts[name], slicing, slices, meeting)
+        if not path:
+            return made
+        setattr(module.get_submodule(parent), attribute, made)
+    return module
+
+
+def _leaf(holder: Leaf, path: str) -> Leaf:
+    """Return the module at a path below a slice's root, made if there is none yet."""
+    for part in path.split(".") if path else ():
+        if not hasattr(holder, part):
+            holder.add_module(part, Leaf())
+        holder = getattr(holder, part)
+    return holder
+
+
+def _cut_module(
+    name: str, module: nn.Module, cut: Cut, slicing: Slicing, slices: Mapping[int, Leaf], meeting: Meeting
+) -> nn.Module:
+    wanted = nn.Embedding if cut.kind == "vocabulary" else nn.Linear
+    if not isinstance(module, wanted) or type(module).forward is not wanted.forward:
+        word = {"column": "colwise", "row": "rowwise", "vocabulary": "vocab"}[cut.kind]
+        raise TaskError(
+            f"'{name}' is a {type(module).__name__}, which cannot be cut {word}",
+            where=WHERE,
+            expected=f"an nn.{wanted.__name__}",
+        )
+    _check_divides(name, module, cut, slicing.slices)
+    for number, part in slices.items():
+        _keep(part, "weight", module.weight, cut, number, slicing.slices)
+        if isinstance(module, nn.Linear) and cut.kind == "column":
+            _keep(part, "bias", module.bias, cut, number, slicing.slices)
+    own = list(slices.values())
+    if isinstance(module, nn.Embedding):
+        rows = module.num_embeddings // slicing.slices
+        return Vocabulary(own, list(slices), slicing.link, rows, module.padding_idx)
+    if cut.kind == "row":
+        return Row(own, meeting, module.bias, module.out_features)
+    return Column(own, meeting, cut.fused, slicing.slices if cut.gathers else 0, module.in_features)
+
+
+def _keep(part: Leaf, kind: str, value: torch.Tensor | None, cut: Cut, number: int, slices: int) -> None:
+    """Give a slice its part of a weight or bias."""
+    own = None
+    if value is not None:
+        with torch.no_grad():
+            own = nn.Parameter(
+                part_of(value, cut.kind, cut.fused, number, slices).clone(memory_format=torch.contiguous_format),
+                requires_grad=value.requires_grad,
+            )
+    part.register_parameter(kind, own)
+
+
+def _check_divides(name: str, module: nn.Linear | nn.Embedding | nn.Module, cut: Cut, slices: int) -> None:
+    """Raise `TaskError` if a module cannot be cut into so many slices."""
+    if isinstance(module, nn.Embedding):
+        what, count = "rows", module.num_embeddings
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise TaskError(
+                f"the embedding '{name}' has max_norm, scale_grad_by_freq or sparse, which slices do not support",
+                where=WHERE,
+            )
+    else:
+        assert isinstance(module, nn.Linear), "it was checked"
+        row = cut.kind == "row"
+        what, count = ("inputs", module.in_features) if row else ("outputs", module.out_features)
+    if count % (cut.fused * slices):
+        fused = f" in each of {cut.fused} fused projections" if cut.fused > 1 else ""
+        of_each = count / cut.fused
+        raise TaskError(
+            f"'{name}' has {of_each:g} {what}{fused}, which {slices} slices do not divide",
+            where=f"parallel.tensor: {slices}",
+            remedy=f"use a number of slices that divides {of_each:g}, or take '{name}' out of Task.tensor",
+        )
+
+
+def _check_unshared(layer: str, module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Raise `TaskError` if a weight that is cut is also another one of its layer."""
+    names: dict[int, str] = {}
+    for path, value in module.named_parameters(remove_duplicate=False):
+        name = _full(layer, path)
+        other = names.setdefault(id(value), name)
+        if other != name and {one.rpartition(".")[0] for one in (name, other)} & set(cuts):
+            raise TaskError(f"'{name}' is the same parameter as '{other}', so it cannot be cut", where=WHERE)
+
+
+def cuts_in(module: nn.Module) -> dict[str, tuple[Kind, int]]:
+    """Return how the modules of a model are cut that have slices, by name: see `state.entry.Cut`."""
+    return {name: one.cut for name, one in module.named_modules() if isinstance(one, (Column, Row, Vocabulary))}

@@ -1,0 +1,102 @@
+"""Check that a model that is cut into slices computes what the whole one does, layer by layer, on one microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.errors import RaytrainError, TaskError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.transport import Tensors
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.plan import WHERE, cuts_of
+from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
+from raytrain_plus.task import Task
+from raytrain_plus.training.measure import Alone, each_layer, forward
+from raytrain_plus.training.model import build_layers, layer_names
+from raytrain_plus.training.precision import Precision
+from raytrain_plus.training.technique import Technique
+
+TOLERANCE = 1e-3
+"""The largest difference of two outputs, of the largest value of one: they round differently."""
+
+
+def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) -> None:
+    """Raise `TaskError` if the job's slices do not compute what the whole layers do, or not on several workers."""
+    slices, plan = job.parallel.tensor, task.tensor()
+    names = layer_names(task, job.seed)
+    if not plan:
+        raise TaskError(
+            f"the job cuts the model into {slices} slices, but {type(task).__name__}.tensor() names nothing to cut",
+            where=f"parallel.tensor: {slices}",
+            expected="a plan, such as {'block*.up': 'colwise', 'block*.down': 'rowwise'}",
+        )
+    cuts_of(plan, [name for built in build_layers(task, job.seed, device) for name in _modules(built.module)])
+    technique = Technique(Precision("fp32", device))
+    whole = each_layer(task, job.seed, technique, names)
+    all_here = each_layer(task, job.seed, technique, names, Slicing(plan, slices))
+    one_here = each_layer(task, job.seed, technique, names, Slicing(plan, slices, Link(0, slices, alone=True)))
+    given: Tensors | None = None
+    work = Alone(task, job.seed, technique, batch)
+    for number, ((name, first), (_, second), (_, third)) in enumerate(zip(whole, all_here, one_here, strict=True)):
+        expected, drawn = _output(first.module, number, len(names), work, given)
+        found, _ = _output(second.module, number, len(names), work, given)
+        _compare(name, slices, _values(expected), _values(found))
+        try:
+            _, also_drawn = _output(third.module, number, len(names), work, given)
+        except RaytrainError:
+            raise
+        except Exception as error:
+            raise TaskError(
+                f"the layer '{name}' cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
+                where=WHERE,
+                expected=f"code for any number of heads or features, and {slices} slices that divide them",
+                remedy="write view(..., -1, head_dim) where a number of heads stands",
+            ) from None
+        if drawn != also_drawn:
+            raise TaskError(
+                f"the layer '{name}' draws random numbers between what is cut colwise and what is cut rowwise; they "
+                "would depend on how many slices a worker hosts",
+                where=WHERE,
+                expected="no dropout there, such as dropout_p of scaled_dot_product_attention",
+                remedy="set it to 0, and keep the dropout after the rowwise layer",
+            )
+        given = expected
+
+
+def _modules(layers: nn.Module) -> Iterator[str]:
+    yield from module_names(dict(layers.named_children()))
+
+
+def _output(module: nn.Module, number: int, count: int, work: Alone, given: Tensors | None) -> tuple[Any, float]:
+    """Return the output of a layer, and the next random number after its forward pass."""
+    module.train()
+    chunk = Chunk(module, number, [0] * count)
+    output = forward(chunk, work, given)
+    return output, float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
+
+
+def _values(output: Any) -> list[torch.Tensor]:
+    return output.values if isinstance(output, Tensors) else [output]
+
+
+def _compare(name: str, slices: int, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+    """Raise `TaskError` if outputs of a layer differ by more than rounding."""
+    for one, other in zip(expected, found, strict=True):
+        alike = one.shape == other.shape
+        largest = one.detach().abs().max().item() if alike and one.numel() else 0.0
+        difference = (one - other).detach().abs().max().item() if alike and one.numel() else 0.0
+        if not alike or not difference <= TOLERANCE * max(largest, 1e-6):
+            what = f"by {difference:.3g}, where the largest value is {largest:.3g}" if alike else "in shape"
+            raise TaskError(
+                f"the layer '{name}' returns something else when it is cut into {slices} slices: it differs {what}",
+                where=WHERE,
+                expected="a plan under which each slice computes alone: colwise, then rowwise, with whole heads",
+                remedy="if one weight holds several projections, call the layer qkv (three equal ones) or gate_up "
+                "(two), or use a layer for each",
+            )

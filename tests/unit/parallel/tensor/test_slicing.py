@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import copy
+import queue
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.mesh import rank_counts
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.plan import cuts_of
+from raytrain_plus.parallel.tensor.slicing import (
+    CutLayers,
+    Slicing,
+    cut_layers,
+    cuts_in,
+    module_names,
+    tied_slices,
+    whole_weights,
+)
+
+WIDTH, HEADS, HIDDEN, VOCABULARY = 32, 4, 256, 24
+PLAN = {
+    "embed": "vocab",
+    "block*.qkv": "colwise",
+    "block*.mix": "rowwise",
+    "block*.mlp.gate": "colwise",
+    "block*.mlp.up": "colwise",
+    "block*.mlp.down": "rowwise",
+    "head": "colwise",
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fed: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return fed
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = Mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, -1, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).reshape(rows, length, -1))
+        found: torch.Tensor = x + self.mlp(self.norm2(x))
+        return found
+
+
+def layers() -> dict[str, nn.Module]:
+    torch.manual_seed(5)
+    return {
+        "embed": nn.Embedding(VOCABULARY, WIDTH, padding_idx=13),
+        "block0": Block(),
+        "block1": Block(),
+        "head": nn.Linear(WIDTH, VOCABULARY),
+    }
+
+
+def cut(slices: int, link: Link | None = None, plan: Mapping[str, str] = PLAN) -> CutLayers:
+    return CutLayers(*cut_layers(layers(), Slicing(plan, slices, link or Link())))
+
+
+BATCH = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The output of a model, and the gradients of its parameters by name."""
+    output = model(BATCH)
+    (output.float() * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
+    return output.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+class Hosts:
+    """As many threads as hosts, which exchange tensors; counts the exchanges of the first."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
+            (giver, taker): queue.Queue() for giver in range(ranks) for taker in range(ranks)
+        }
+        self.exchanges = 0
+
+    def link(self, rank: int) -> Link:
+        def exchange(own: torch.Tensor, other: int) -> torch.Tensor:
+            self.exchanges += rank == 0
+            self.boxes[rank, other].put(own.clone())
+            return self.boxes[other, rank].get(timeout=30)
+
+        return Link(rank, self.ranks, exchange)
+
+    def run(self, each: Callable[[Link], Any]) -> list[Any]:
+        found: dict[int, Any] = {}
+
+        def of_rank(rank: int) -> None:
+            found[rank] = each(self.link(rank))
+
+        # Autograd's functions run on the thread that calls them, one after the other: models are built beforehand.
+        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == self.ranks
+        return [found[rank] for rank in range(self.ranks)]
+
+
+LOCK = threading.Lock()
+
+
+def host(slices: int, plan: Mapping[str, str] = PLAN) -> Callable[[Link], Any]:
+    def made(link: Link) -> Any:
+        with LOCK:
+            model = cut(slices, link, plan)
+        return passed(model)
+
+    return made
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_compute_what_the_whole_model_does(slices: int) -> None:
+    whole = nn.Sequential()
+    for name, module in layers().items():
+        whole.add_module(name, module)
+    output, gradients = passed(whole)
+    cut_output, cut_gradients = passed(cut(slices))
+    torch.testing.assert_close(cut_output, output, rtol=1e-5, atol=1e-6)
+    joined = whole_weights(cut_gradients, cuts_in(cut(slices)))
+    assert joined.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_the_weights_of_slices_together_are_the_initial_ones() -> None:
+    made, whole = cut(4), layers()
+    joined = whole_weights(dict(made.named_parameters()), cuts_in(made))
+    expected = {
+        f"{layer}.{name}": value for layer, module in whole.items() for name, value in module.named_parameters()
+    }
+    assert joined.keys() == expected.keys()
+    assert all(torch.equal(joined[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
+    def hosted(link: Link) -> Any:
+        with LOCK:
+            model = cut(4, link).to(dtype)
+        return passed(model)
+
+    output, gradients = hosted(Link())
+    for ranks in (2, 4):
+        seen: dict[str, torch.Tensor] = {}
+        for found, own in Hosts(ranks).run(hosted):
+            assert torch.equal(found, output)
+            for name, gradient in own.items():
+                assert torch.equal(seen.setdefault(name, gradient), gradient)
+        assert seen.keys() == gradients.keys()
+        assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
+
+
+def test_each_host_has_its_slices_and_all_have_the_rest() -> None:
+    whole = sum(value.numel() for module in layers().values() for value in module.parameters())
+    uncut = sum(value.numel() for name, value in cut(4).named_parameters() if "@" not in name)
+    for ranks in rank_counts(4):
+        for rank in range(ranks):
+            names = dict(cut(4, Link(rank, ranks, lambda own, other: own)).named_parameters())
+            assert sum(value.numel() for value in names.values()) == uncut + (whole - uncut) // ranks
+
+
+def test_a_block_waits_twice_in_each_direction() -> None:
+    plan = {key: word for key, word in PLAN.items() if key.startswith("block")}
+    hosts = Hosts(2)
+    hosts.run(host(2, plan))
+    # The first block's input needs a gradient, as the embedding's output.
+    assert hosts.exchanges == 2 * (2 + 2)
+
+
+def test_projections_that_get_the_same_input_sum_its_gradient_once() -> None:
+    hosts = Hosts(2)
+    hosts.run(host(2, {"block1.mlp.gate": "colwise", "block1.mlp.up": "colwise", "block1.mlp.down": "rowwise"}))
+    assert hosts.exchanges == 2
+
+
+def test_a_copy_of_a_model_computes_with_its_own_slices() -> None:
+    made = cut(2)
+    copied = copy.deepcopy(made)
+    with torch.no_grad():
+        for value in made.parameters():
+            value.zero_()
+    assert torch.equal(passed(copied)[0], passed(cut(2))[0])
+
+
+def test_a_worker_can_try_some_slices_without_the_others() -> None:
+    assert cut(4, Link(1, 4, alone=True))(BATCH).shape == (3, 7, VOCABULARY)
+
+
+def test_attention_with_a_fixed_number_of_heads_cannot_run_on_some_slices() -> None:
+    class Fixed(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.qkv(x).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+            return x
+
+    some, units = cut_layers(
+        {"block0": Fixed()}, Slicing({"block0.qkv": "colwise", "block0.mix": "rowwise"}, 4, Link(0, 2, alone=True))
+    )
+    with pytest.raises(RuntimeError, match="shape"):
+        CutLayers(some, units)(torch.zeros(3, 7, WIDTH))
+
+
+def test_tied_weights_are_tied_slice_by_slice() -> None:
+    tied = {"head.weight": "embed.weight"}
+    both = Slicing({"embed": "vocab", "head": "colwise"}, 2)
+    assert tied_slices(tied, both) == {"head@0.weight": "embed@0.weight", "head@1.weight": "embed@1.weight"}
+    assert tied_slices(tied, Slicing({}, 2)) == tied
+    with pytest.raises(TaskError, match="does not cut both alike"):
+        tied_slices(tied, Slicing({"head": "colwise"}, 2))
+
+
+@pytest.mark.parametrize(
+    ("plan", "slices", "what"),
+    [
+        ({"block*.kqv": "colwise"}, 2, r"no layer of the model is called 'block*.kqv'.*did you mean 'block1.qkv'?"),
+        ({"head": "columns"}, 2, "the plan cuts 'head' by 'columns'.*one of colwise"),
+        ({"head": "colwise", "hea*": "vocab"}, 2, "cuts 'head' both by 'colwise' and by 'vocab'"),
+        ({"block0.norm1": "colwise"}, 2, "'block0.norm1' is a LayerNorm, which cannot be cut colwise"),
+        ({"head": "vocab"}, 2, "'head' is a Linear, which cannot be cut vocab"),
+        ({"block0.mix": "rowwise"}, 2, "cuts 'block0.mix' rowwise, but nothing beside it colwise"),
+        ({"head": "colwise"}, 16, "'head' has 24 outputs, which 16 slices do not divide.*take 'head' out"),
+        ({"block0.qkv": "colwise"}, 64, "'block0.qkv' has 32 outputs in each of 3 fused projections, which 64 slices"),
+        ({"embed": "vocab"}, 16, "'embed' has 24 rows, which 16 slices do not divide"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_by_name(plan: dict[str, str], slices: int, what: str) -> None:
+    def made() -> None:
+        cuts_of(plan, module_names(layers()))
+        cut(slices, plan=plan)
+
+    with pytest.raises(TaskError) as refused:
+        made()
+    parts = what.split(".*")
+    assert all(part.replace("\\", "") in str(refused.value) for part in parts), refused.value
+
+
+def test_a_weight_that_is_used_twice_is_refused() -> None:
+    block = Block()
+    block.mlp.up.weight = block.mlp.gate.weight
+    plan = {"block0.mlp.up": "colwise", "block0.mlp.down": "rowwise"}
+    with pytest.raises(TaskError, match=re.escape("'block0.mlp.up.weight' is the same parameter as")):
+        cut_layers({"block0": block}, Slicing(plan, 2))
+
+
+def test_some_layers_can_be_cut_by_a_plan_for_all() -> None:
+    found, units = cut_layers({"head": layers()["head"]}, Slicing(PLAN, 2))
+    assert (set(found), set(units)) == ({"head"}, {"head@0", "head@1"})
