@@ -23,12 +23,15 @@ class Bubble:
         """(step, replica) -> for each of its members that has reported: busy seconds, start, end."""
         self._per_replica = 1
         self._places: dict[str, tuple[int, int]] = {}
+        self._drawn: set[str] = set()
         self._bars: dict[str, tuple[Bar, ...]] = {}
         self._step = -1
 
     def formed(self, view: View) -> None:
         """Set the members for the following reports."""
         self._places = {member.worker: (member.place.replica, member.place.stage) for member in view.members}
+        # Those that share the slices of a stage make the same passes at the same time.
+        self._drawn = {member.worker for member in view.members if not member.place.tensor_rank}
         self._per_replica = view.shape.size // view.shape.replicas
         self._bars, self._open = {}, {}
 
@@ -46,14 +49,14 @@ class Bubble:
             del self._open[record.step, self._places[worker][0]]
             self._busy_s += sum(busy for busy, _, _ in told)
             self._whole_s += self._per_replica * (max(end for _, _, end in told) - min(start for _, start, _ in told))
-        if not record.bars:
+        if not record.bars or worker not in self._drawn:
             return None
         if record.step != self._step:
             self._step, self._bars = record.step, {}
         self._bars[worker] = tuple(
             replace(bar, start=bar.start + offset_s, end=bar.end + offset_s) for bar in record.bars
         )
-        if self._bars.keys() != self._places.keys():
+        if self._bars.keys() != self._drawn:
             return None
         began = min(bar.start for bars in self._bars.values() for bar in bars)
         return {

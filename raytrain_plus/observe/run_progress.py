@@ -339,15 +339,22 @@ def _resumed(step: int, checkpoint: str | None) -> str:
 def _ready(event: RunEvent) -> str:
     members = event["members"]
     hosted = sorted({len(member["shards"]) for member in members}, reverse=True)
+    stages, ranks, count = (1 + max(member.get(axis, 0) for member in members) for axis in _AXES)
     # The members of one replica together hold the model once; its stages hold parts of it.
-    parameters = sum(member["params"] for member in members if member["replica"] == members[0]["replica"])
-    stages = 1 + max(member["stage"] for member in members)
-    count = 1 + max(member["replica"] for member in members)
-    replicas = f" in {plural(count, 'replica')} of {stages} stages" * (stages > 1)
+    parameters = f"{sum(member['params'] for member in members if not member['replica']):,} parameters"
+    if ranks > 1:
+        # They all have what is not cut.
+        parameters = f"up to {max(member['params'] for member in members):,} parameters each"
+    of = f"{stages} stages" * (stages > 1) + " of " * (min(stages, ranks) > 1) + f"{ranks} workers" * (ranks > 1)
+    replicas = f" in {plural(count, 'replica')} of {of}" * bool(of)
     return (
         f"{plural(len(members), 'worker')} ready{replicas}, {' or '.join(map(str, hosted))} shards each; "
-        f"{parameters:,} parameters; collective: {event['collective']}"
+        f"{parameters}; collective: {event['collective']}"
     )
+
+
+_AXES = ("stage", "tensor_rank", "replica")
+"""Fields of a view's member: its coordinates in the shape of the group."""
 
 
 def after_step(step: int) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.transport import Tensors
-from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.plan import WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
 from raytrain_plus.task import Task
@@ -27,7 +28,7 @@ TOLERANCE = 1e-3
 
 
 def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) -> None:
-    """Raise `TaskError` if the job's slices do not compute what the whole layers do, or not on several workers."""
+    """Raise `TaskError` if the job's slices, each on a host of its own, do not compute what the whole layers do."""
     slices, plan = job.parallel.tensor, task.tensor()
     names = layer_names(task, job.seed)
     if not plan:
@@ -39,16 +40,15 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     cuts_of(plan, [name for built in build_layers(task, job.seed, device) for name in _modules(built.module)])
     technique = Technique(Precision("fp32", device))
     whole = each_layer(task, job.seed, technique, names)
-    all_here = each_layer(task, job.seed, technique, names, Slicing(plan, slices))
-    one_here = each_layer(task, job.seed, technique, names, Slicing(plan, slices, Link(0, slices, alone=True)))
+    hosts = Hosts(slices)
+    apart = [each_layer(task, job.seed, technique, names, Slicing(plan, slices, hosts.link(one))) for one in hosts]
     given: Tensors | None = None
     work = Alone(task, job.seed, technique, batch)
-    for number, ((name, first), (_, second), (_, third)) in enumerate(zip(whole, all_here, one_here, strict=True)):
-        expected, drawn = _output(first.module, number, len(names), work, given)
-        found, _ = _output(second.module, number, len(names), work, given)
-        _compare(name, slices, _values(expected), _values(found))
+    for number, ((name, built), *parts) in enumerate(zip(whole, *apart, strict=True)):
+        expected = _output([built.module], number, len(names), work, given, 0)
         try:
-            _, also_drawn = _output(third.module, number, len(names), work, given)
+            modules = [part.module for _, part in parts]
+            found = hosts.run(partial(_output, modules, number, len(names), work, given))
         except RaytrainError:
             raise
         except Exception as error:
@@ -58,24 +58,19 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
                 expected=f"code for any number of heads or features, and {slices} slices that divide them",
                 remedy="write view(..., -1, head_dim) where a number of heads stands",
             ) from None
-        if drawn != also_drawn:
-            raise TaskError(
-                f"the layer '{name}' draws random numbers between what is cut colwise and what is cut rowwise; they "
-                "would depend on how many slices a worker hosts",
-                where=WHERE,
-                expected="no dropout there, such as dropout_p of scaled_dot_product_attention",
-                remedy="set it to 0, and keep the dropout after the rowwise layer",
-            )
-        given = expected
+        _compare(name, slices, expected, found[0])
+        given = expected[0]
 
 
 def _modules(layers: nn.Module) -> Iterator[str]:
     yield from module_names(dict(layers.named_children()))
 
 
-def _output(module: nn.Module, number: int, count: int, work: Alone, given: Tensors | None) -> tuple[Any, float]:
-    """Return the output of a layer, and the next random number after its forward pass."""
-    module.train()
+def _output(
+    modules: Sequence[nn.Module], number: int, count: int, work: Alone, given: Tensors | None, host: int
+) -> tuple[Any, float]:
+    """Return the output of a layer on a host, and the next random number after its forward pass."""
+    module = modules[host].train()
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
     return output, float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
@@ -85,9 +80,17 @@ def _values(output: Any) -> list[torch.Tensor]:
     return output.values if isinstance(output, Tensors) else [output]
 
 
-def _compare(name: str, slices: int, expected: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Raise `TaskError` if outputs of a layer differ by more than rounding."""
-    for one, other in zip(expected, found, strict=True):
+def _compare(name: str, slices: int, expected: tuple[Any, float], found: tuple[Any, float]) -> None:
+    """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
+    if expected[1] != found[1]:
+        raise TaskError(
+            f"the layer '{name}' draws random numbers between what is cut colwise and what is cut rowwise; they "
+            "would depend on how many slices a worker hosts",
+            where=WHERE,
+            expected="no dropout there, such as dropout_p of scaled_dot_product_attention",
+            remedy="set it to 0, and keep the dropout after the rowwise layer",
+        )
+    for one, other in zip(_values(expected[0]), _values(found[0]), strict=True):
         alike = one.shape == other.shape
         largest = one.detach().abs().max().item() if alike and one.numel() else 0.0
         difference = (one - other).detach().abs().max().item() if alike and one.numel() else 0.0

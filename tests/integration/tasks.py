@@ -334,6 +334,29 @@ class Threads(Faulty):
         return {"loss": super().loss(model, batch), "metrics": {"loaded": float(THREADS), "now": float(now)}}
 
 
+class Mlp(nn.Module):
+    """A network that can be cut into slices, with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(torch.tanh(self.up(x)))
+        return found
+
+
+class FaultySlices(Faulty):
+    """Faulty, with a layer that is cut into slices."""
+
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        return {**{name: parts[name] for name in ("first", "norm", "drop")}, "mlp": Mlp, "last": parts["last"]}
+
+    def tensor(self) -> dict[str, str]:
+        return {"mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
 class FaultyStage(Faulty):
     """A task with faults in one of two stages, also at the places of a step in stages.
 

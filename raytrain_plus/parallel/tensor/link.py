@@ -22,16 +22,11 @@ class Link:
     The modules that are cut keep it; its workers change from generation to generation.
     """
 
-    def __init__(self, rank: int = 0, ranks: int = 1, exchange: Exchange | None = None, *, alone: bool = False) -> None:
-        """Link a worker with this tensor rank, out of `ranks`.
-
-        `exchange` reaches the others, and may come later. `alone`: there are no others, as in a trial; then sums lack
-        their parts.
-        """
+    def __init__(self, rank: int = 0, ranks: int = 1, exchange: Exchange | None = None) -> None:
+        """Link a worker with this tensor rank, out of `ranks`. `exchange` reaches the others, and may come later."""
         self.rank = rank
         self.ranks = ranks
         self.exchange = exchange
-        self._alone = alone
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all slices, given the part of each hosted one."""
@@ -43,20 +38,15 @@ class Link:
             total = total + self._given(total, distance)
         return total
 
-    def gather(self, parts: Sequence[torch.Tensor], slices: int) -> list[torch.Tensor]:
-        """Return what all slices have, in order, given what the hosted ones have.
-
-        A worker that is alone with some of the slices gets its own in place of the others.
-        """
+    def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what all slices have, in order, given what the hosted ones have."""
         found = torch.stack(list(parts))
         for distance in self._distances():
             other = self._given(found, distance)
             found = torch.cat([other, found] if self.rank & distance else [found, other])
-        return list(found) * (slices // len(found))
+        return list(found)
 
     def _distances(self) -> list[int]:
-        if self._alone:
-            return []
         return [1 << level for level in range(self.ranks.bit_length() - 1)]
 
     def _given(self, own: torch.Tensor, distance: int) -> torch.Tensor:

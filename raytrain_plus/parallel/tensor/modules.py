@@ -210,7 +210,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Link, slices: int, fused: int, *parts: torch.Tensor) -> torch.Tensor:
         ctx.slices, ctx.fused, ctx.count, ctx.first = slices, fused, len(parts), link.rank * len(parts)
-        return _joined(link.gather(parts, slices), fused)
+        return _joined(link.gather(parts), fused)
 
     @staticmethod
     @once_differentiable

@@ -255,7 +255,7 @@ def _key(world: World) -> Any:
             real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
             real += (tuple(sorted((step, _place(stage), line == world.line) for step, stage, line in proc.copies)),)
         lead = phase is Phase.CLOSE and name in dict(group.leads)
-        seat = group.seats.index(name) if name in group.seats and group.shape.stages > 1 else name in group.seats
+        seat = group.seats.index(name) if name in group.seats and group.shape.layout != (1, 1) else name in group.seats
         roles = seat, name in world.starting, [_place(stage) for giver, stage in givers if giver == name], lead
         applied = _number(members[name]) if name in members else -4
         workers.append((0 if world.alike else place, told, real, said.get(name, []), applied, roles))
@@ -263,7 +263,7 @@ def _key(world: World) -> Any:
     return (
         workers,
         phase.name,
-        (group.shape.replicas, group.shape.stages),
+        group.shape.sizes,
         min(group.unformed, 1),
         group.committed,
         group.durable,
@@ -290,8 +290,8 @@ def _number(step: int | None) -> int:
     return -3 if step is None else step
 
 
-def _place(stage: Stage | None) -> tuple[int, int]:
-    return (-1, 0) if stage is None else (stage.number, stage.of)
+def _place(stage: Stage | None) -> tuple[int, int, int]:
+    return (-1, 0, 0) if stage is None else (stage.index, *stage.layout)
 
 
 def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
@@ -417,10 +417,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             yield _leave(world._replace(faults=world.faults - 1), name, failed)
         if not all(other is not None and other >= step for other in applied.values()):
             continue
-        if world.group.shape.stages > 1 and name not in world.summed:
+        if world.group.shape.layout != (1, 1) and name not in world.summed:
             took("summed")
             yield _with(world._replace(summed=(*world.summed, name)), name, proc._replace(summed=True))
-        elif world.group.shape.stages == 1 or all(
+        elif world.group.shape.layout == (1, 1) or all(
             member in world.summed or _number(other) > step for member, other in applied.items()
         ):
             took("applied")
@@ -504,7 +504,7 @@ def _interrupted(world: World, name: str) -> World:
     holds = None if proc.copying else proc.holds
     if proc.before is not None:
         step, stage = proc.before
-        if holds != step or proc.stage is None or proc.stage.of > stage.of:
+        if holds != step or proc.stage is None or _positions(proc.stage.layout) > _positions(stage.layout):
             holds = step
             world = _with(world, name, proc._replace(stage=stage))
     return _leave(world, name, _left(world, name, holds, "interrupted"))
@@ -684,21 +684,25 @@ def _held(procs: Sequence[tuple[str, Proc]]) -> int:
     """Return the newest step of which workers in no world hold every stage, or can apply it."""
     out = [proc for _, proc in procs if proc.inside < 0 and proc.holds is not None]
     newest = max((_number(proc.holds) for proc in out), default=-3)
-    found: dict[tuple[int, int], set[int]] = {}
+    found: dict[tuple[int, tuple[int, int]], set[int]] = {}
     for proc in out:
         held = _number(proc.holds) + (proc.summed and _number(proc.holds) + 1 == newest)
         if proc.stage is not None:
-            found.setdefault((held, proc.stage.of), set()).add(proc.stage.number)
-    return max((held for (held, of), numbers in found.items() if len(numbers) == of), default=-2)
+            found.setdefault((held, proc.stage.layout), set()).add(proc.stage.index)
+    return max((held for (held, layout), have in found.items() if len(have) == _positions(layout)), default=-2)
 
 
 def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
     """Return the newest step of which workers in no world keep copies of every stage."""
-    found: dict[tuple[int, int], set[int]] = {}
+    found: dict[tuple[int, tuple[int, int]], set[int]] = {}
     for step, stage, history in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
         if history == line:
-            found.setdefault((step, stage.of), set()).add(stage.number)
-    return max((step for (step, of), numbers in found.items() if len(numbers) == of), default=-2)
+            found.setdefault((step, stage.layout), set()).add(stage.index)
+    return max((step for (step, layout), have in found.items() if len(have) == _positions(layout)), default=-2)
+
+
+def _positions(layout: tuple[int, int]) -> int:
+    return layout[0] * layout[1]
 
 
 def _recall(world: World, name: str, step: int) -> World:
@@ -730,13 +734,18 @@ def _join(world: World, command: e.Join) -> World:
     procs = dict(world.procs)
     sizes, view = world.group.limits.sizes, command.view
     names = [member.worker for member in view.members]
-    for stage in range(view.shape.stages):
-        hosted = [shard for member in view.members if member.place.stage == stage for shard in member.shards]
+    for position in range(_positions(view.shape.layout)):
+        hosted = [
+            shard
+            for seat, member in enumerate(view.members)
+            if view.shape.stage(seat).index == position
+            for shard in member.shards
+        ]
         if sorted(hosted) != list(range(sizes.shards)):
             raise Violation("not every shard has one host")
     if len(set(names)) != len(names) or not sizes.fewest <= len(names) <= sizes.maximum:
         raise Violation(f"a view of {names}")
-    if view.shape.stages not in sizes.stage_counts or view.shape.size != len(names):
+    if view.shape.layout not in sizes.layouts or view.shape.size != len(names):
         raise Violation(f"a view of {names} in {view.shape}")
     if world.stopped:
         raise Violation(f"{names} form a view after a stop")

@@ -672,10 +672,16 @@ STAGED_AND_LONG = {
 
 
 def staged(
-    minimum: int, maximum: int, counts: tuple[int, ...], happening: dict[str, Any], steps: int = 2, spares: int = 0
+    minimum: int,
+    maximum: int,
+    counts: tuple[int, ...],
+    happening: dict[str, Any],
+    steps: int = 2,
+    spares: int = 0,
+    slices: int = 1,
 ) -> Any:
     limits = Limits(
-        sizes=SizeTable(minimum, maximum, 2, counts),
+        sizes=SizeTable(minimum, maximum, 2, counts, slices),
         spares=spares,
         steps=steps,
         max_failures=None,
@@ -687,6 +693,26 @@ def staged(
 @pytest.mark.parametrize("name", but_the_long_ones(STAGED, STAGED_AND_LONG))
 def test_every_order_of_events_among_stages(name: str) -> None:
     taken = explore(staged(*STAGED[name]))
+    assert taken["summed"]
+    assert taken["applied"]
+
+
+SLICED: dict[str, tuple[int, int, tuple[int, ...], dict[str, Any], int]] = {
+    "one replica, a death": (2, 2, (1,), {"capacity": 2, "deaths": 1, "arrivals": 1}, 2),
+    "slices on fewer workers, and back": (1, 2, (1,), {"capacity": 1, "arrivals": 1, "deaths": 1}, 2),
+    "slices of one that dies": (1, 2, (1,), {"capacity": 2, "deaths": 1, "saves": 1}, 2),
+    "slices on fewer workers, on request": (1, 2, (1,), {"capacity": 2, "wishes": ((1, 1, 0), (1, 2, 0))}, 2),
+    "stages of two workers, then of one": (2, 4, (2,), {"capacity": 4, "drains": 1}, 2),
+    "four slices on two workers": (1, 4, (1,), {"capacity": 3, "drains": 1, "arrivals": 1}, 4),
+}
+"""(minimum, maximum, numbers of stages), what may happen, and the number of tensor slices."""
+SLICED_AND_LONG = {"stages of two workers, then of one", "four slices on two workers"}
+
+
+@pytest.mark.parametrize("name", but_the_long_ones(SLICED, SLICED_AND_LONG))
+def test_every_order_of_events_among_slices(name: str) -> None:
+    *how, slices = SLICED[name]
+    taken = explore(staged(*how, slices=slices))
     assert taken["summed"]
     assert taken["applied"]
 

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import copy
-import queue
 import re
-import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import rank_counts
+from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.plan import cuts_of
 from raytrain_plus.parallel.tensor.slicing import (
@@ -25,6 +24,8 @@ from raytrain_plus.parallel.tensor.slicing import (
     tied_slices,
     whole_weights,
 )
+
+Found = TypeVar("Found")
 
 WIDTH, HEADS, HIDDEN, VOCABULARY = 32, 4, 256, 24
 PLAN = {
@@ -89,50 +90,10 @@ def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return output.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
 
 
-class Hosts:
-    """As many threads as hosts, which exchange tensors; counts the exchanges of the first."""
-
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.boxes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {
-            (giver, taker): queue.Queue() for giver in range(ranks) for taker in range(ranks)
-        }
-        self.exchanges = 0
-
-    def link(self, rank: int) -> Link:
-        def exchange(own: torch.Tensor, other: int) -> torch.Tensor:
-            self.exchanges += rank == 0
-            self.boxes[rank, other].put(own.clone())
-            return self.boxes[other, rank].get(timeout=30)
-
-        return Link(rank, self.ranks, exchange)
-
-    def run(self, each: Callable[[Link], Any]) -> list[Any]:
-        found: dict[int, Any] = {}
-
-        def of_rank(rank: int) -> None:
-            found[rank] = each(self.link(rank))
-
-        # Autograd's functions run on the thread that calls them, one after the other: models are built beforehand.
-        threads = [threading.Thread(target=of_rank, args=(rank,)) for rank in range(self.ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert len(found) == self.ranks
-        return [found[rank] for rank in range(self.ranks)]
-
-
-LOCK = threading.Lock()
-
-
-def host(slices: int, plan: Mapping[str, str] = PLAN) -> Callable[[Link], Any]:
-    def made(link: Link) -> Any:
-        with LOCK:
-            model = cut(slices, link, plan)
-        return passed(model)
-
-    return made
+def hosted(count: int, each: Callable[[Link], Found]) -> list[Found]:
+    """What each of so many hosts returns, given its link."""
+    hosts = Hosts(count)
+    return hosts.run(lambda host: each(hosts.link(host)))
 
 
 @pytest.mark.parametrize("slices", [2, 4])
@@ -161,15 +122,13 @@ def test_the_weights_of_slices_together_are_the_initial_ones() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
-    def hosted(link: Link) -> Any:
-        with LOCK:
-            model = cut(4, link).to(dtype)
-        return passed(model)
+    def each(link: Link) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return passed(cut(4, link).to(dtype))
 
-    output, gradients = hosted(Link())
-    for ranks in (2, 4):
+    output, gradients = each(Link())
+    for count in (2, 4):
         seen: dict[str, torch.Tensor] = {}
-        for found, own in Hosts(ranks).run(hosted):
+        for found, own in hosted(count, each):
             assert torch.equal(found, output)
             for name, gradient in own.items():
                 assert torch.equal(seen.setdefault(name, gradient), gradient)
@@ -186,18 +145,34 @@ def test_each_host_has_its_slices_and_all_have_the_rest() -> None:
             assert sum(value.numel() for value in names.values()) == uncut + (whole - uncut) // ranks
 
 
-def test_a_block_waits_twice_in_each_direction() -> None:
-    plan = {key: word for key, word in PLAN.items() if key.startswith("block")}
-    hosts = Hosts(2)
-    hosts.run(host(2, plan))
+def exchanges(plan: Mapping[str, str]) -> int:
+    """How often one of two hosts exchanges something with the other in a step."""
+
+    def each(link: Link) -> int:
+        count, exchange = 0, link.exchange
+        assert exchange is not None
+
+        def counted(*arguments: Any) -> torch.Tensor:
+            nonlocal count
+            count += 1
+            return exchange(*arguments)
+
+        link.exchange = counted
+        passed(cut(2, link, plan))
+        return count
+
+    first, second = hosted(2, each)
+    assert first == second
+    return first
+
+
+def test_a_block_sums_twice_in_each_direction() -> None:
     # The first block's input needs a gradient, as the embedding's output.
-    assert hosts.exchanges == 2 * (2 + 2)
+    assert exchanges({key: word for key, word in PLAN.items() if key.startswith("block")}) == 2 * (2 + 2)
 
 
 def test_projections_that_get_the_same_input_sum_its_gradient_once() -> None:
-    hosts = Hosts(2)
-    hosts.run(host(2, {"block1.mlp.gate": "colwise", "block1.mlp.up": "colwise", "block1.mlp.down": "rowwise"}))
-    assert hosts.exchanges == 2
+    assert exchanges({"block1.mlp.gate": "colwise", "block1.mlp.up": "colwise", "block1.mlp.down": "rowwise"}) == 1 + 1
 
 
 def test_a_copy_of_a_model_computes_with_its_own_slices() -> None:
@@ -209,21 +184,19 @@ def test_a_copy_of_a_model_computes_with_its_own_slices() -> None:
     assert torch.equal(passed(copied)[0], passed(cut(2))[0])
 
 
-def test_a_worker_can_try_some_slices_without_the_others() -> None:
-    assert cut(4, Link(1, 4, alone=True))(BATCH).shape == (3, 7, VOCABULARY)
-
-
-def test_attention_with_a_fixed_number_of_heads_cannot_run_on_some_slices() -> None:
+def test_the_error_of_a_host_is_raised_and_nobody_waits_for_it() -> None:
     class Fixed(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.qkv(x).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
-            return x
+            found: torch.Tensor = self.qkv(self.mix(self.qkv(x)[..., :8])).view(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+            return found
 
-    some, units = cut_layers(
-        {"block0": Fixed()}, Slicing({"block0.qkv": "colwise", "block0.mix": "rowwise"}, 4, Link(0, 2, alone=True))
-    )
+    def each(link: Link) -> torch.Tensor:
+        plan = Slicing({"block0.qkv": "colwise", "block0.mix": "rowwise"}, 4, link)
+        found: torch.Tensor = CutLayers(*cut_layers({"block0": Fixed()}, plan))(torch.zeros(3, 7, WIDTH))
+        return found
+
     with pytest.raises(RuntimeError, match="shape"):
-        CutLayers(some, units)(torch.zeros(3, 7, WIDTH))
+        hosted(4, each)
 
 
 def test_tied_weights_are_tied_slice_by_slice() -> None:

@@ -1,0 +1,326 @@
+"""A step of replicas whose layers are cut into slices equals the step of one worker: the same bits with exact sums."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus import Data, Job, Parallel, Task, Workers
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.mesh import Shape
+from raytrain_plus.membership.view import host_shards
+from raytrain_plus.parallel.pipeline.transport import swapped
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, whole_weights
+from raytrain_plus.state.named import state_sha256
+from raytrain_plus.task import Task as AnyTask
+from raytrain_plus.training import replica as replica_module
+from raytrain_plus.training.build import whole_steps
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.model import build_chunks, build_model
+from raytrain_plus.training.precision import Precision
+from raytrain_plus.training.replica import ReplicaStage, replica_stage
+from raytrain_plus.training.slice_check import check_slices
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.synchronous import Synchronous
+from raytrain_plus.training.technique import PLAIN, Technique
+from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.workers.messages import Layers
+from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
+from tests.unit.training import test_synchronous
+from tests.unit.training.group import context
+from tests.unit.training.test_synchronous import Ring, RingWorld, Told, control, state_of, tensors_of
+
+one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+
+SHARDS, STEPS, SEED, SLICES = 4, 3, 3, 4
+WIDTH, HEADS, WORDS = 32, 4, 24
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    """Attention and a network, with dropout after each; `fixed`: written for all heads at once."""
+
+    def __init__(self, fixed: bool = False, inner: float = 0.0) -> None:
+        super().__init__()
+        self.fixed, self.inner = fixed, inner
+        self.norm = nn.LayerNorm(WIDTH)
+        # A bias of keys has no gradient but rounding errors, which AdamW turns into whole steps.
+        self.qkv, self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows, length, _ = x.shape
+        heads = HEADS if self.fixed else -1
+        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, heads, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.inner)
+        x = x + self.drop(self.mix(attended.transpose(1, 2).reshape(rows, length, -1)))
+        found: torch.Tensor = x + self.drop(self.down(F.gelu(self.up(x))))
+        return found
+
+
+class Small(Task):
+    """A GPT with tied weights, in slices."""
+
+    def __init__(self, **block: Any) -> None:
+        self.block = block
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {
+            "embed": lambda: nn.Embedding(WORDS, WIDTH),
+            "block0": lambda: Block(**self.block),
+            "block1": Block,
+            "head": lambda: nn.Linear(WIDTH, WORDS, bias=False),
+        }
+
+    def tied(self) -> dict[str, str]:
+        return {"head.weight": "embed.weight"}
+
+    def tensor(self) -> Mapping[str, str]:
+        blocks = {"block*.qkv": "colwise", "block*.mix": "rowwise", "block*.up": "colwise", "block*.down": "rowwise"}
+        return {"embed": "vocab", **blocks, "head": "colwise"}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), batch[:, 1:].reshape(-1))
+
+
+def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
+    """Two microbatches for each shard; without data for a worker that reads none."""
+    made: dict[int, list[Microbatch]] = {}
+    for shard in hosted:
+        draw = torch.Generator().manual_seed(1000 * step + shard)
+        for index in range(2):
+            batch = torch.randint(0, WORDS, (3, 8), generator=draw) if data else None
+            made.setdefault(shard, []).append(Microbatch(batch, 3, start=step * 6, ids=100 * step + 10 * shard + index))
+    return made
+
+
+def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN) -> Told:
+    """One worker's results; it hosts all slices."""
+    made = Small()
+    slicing = Slicing(made.tensor(), slices) if slices > 1 else None
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU, slicing)], exact, technique))
+    applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
+    return applied, tensors_of(one.state)
+
+
+CHUNKS = {1: [["embed", "block0", "block1", "head"]], 2: [["embed", "block0"], ["block1", "head"]]}
+
+
+def together(shape: Shape, exact: bool = True, technique: Technique = PLAIN) -> list[Told]:
+    """The results of each worker of a group."""
+    chunks, lines = CHUNKS[shape.stages], shape.lines("replica")
+    rings = {seat: ring for line in lines for ring in [Ring(shape.replicas)] for seat in line}
+    mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
+    hosted = host_shards(SHARDS, shape.replicas)
+    where = {name: stage for stage, names in enumerate(chunks) for name in names}
+
+    def worker(seat: int) -> Told:
+        stage, made = shape.stage(seat), Small()
+        link = Link(stage.rank, stage.ranks)
+        with COMPUTES:
+            built = build_chunks(made, SEED, CPU, [chunks[stage.number]], Slicing(made.tensor(), SLICES, link))
+            state = state_of(made, built, exact, technique)
+            state.link = link
+        replica = shape.place(seat).replica
+        tied = Layers(stage, (), where, SLICES).apart(state.tied)
+        peers = Threads(stage.index, mails[replica])
+        passes = replica_stage(Synchronous, state, peers, schedule="1f1b", stages=shape.stages, tied=tied)
+        one, world = SynchronousSteps(state, passes), RingWorld(replica, rings[seat])
+        applied = [
+            one.run(
+                step,
+                batches(step, hosted[replica], data=stage.index == 0),
+                StepContext(world=world, control=control(), wait_s=5),
+            )
+            for step in range(STEPS)
+        ]
+        return applied, tensors_of(one.state)
+
+    return at_once(worker, range(shape.size))
+
+
+@pytest.fixture(autouse=True)
+def others_compute_while_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The generators, which belong to the process, are those of this worker again when it goes on."""
+
+    def released(waits: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            drawn = torch.get_rng_state()
+            COMPUTES.release()
+            try:
+                return waits(*arguments)
+            finally:
+                COMPUTES.acquire()
+                torch.set_rng_state(drawn)
+
+        return call
+
+    monkeypatch.setattr(replica_module, "swapped", released(swapped))
+    monkeypatch.setattr(ReplicaStage, "take_flags", released(ReplicaStage.take_flags))
+
+
+def collected(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.Tensor]:
+    """The whole state, of all workers of a replica; what several have is the same on each."""
+    whole: dict[str, torch.Tensor] = {}
+    for seat in shape.lines("stage", "tensor_rank")[replica]:
+        for name, value in told[seat][1].items():
+            assert torch.equal(whole.setdefault(name, value), value), name
+    return whole
+
+
+@pytest.fixture(scope="module")
+def of_one() -> Told:
+    return alone()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(1, 1, 2),
+        Shape(2, 2, 2),
+        pytest.param(Shape(1, 1, 4), marks=pytest.mark.slow),
+        pytest.param(Shape(1, 2, 2), marks=pytest.mark.slow),
+        pytest.param(Shape(2, 1, 2), marks=pytest.mark.slow),
+        pytest.param(Shape(2, 2, 1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_bits_do_not_depend_on_who_hosts_the_slices(shape: Shape, of_one: Told) -> None:
+    applied, state = of_one
+    told = together(shape)
+    for found, _ in told:
+        assert found == applied
+    for replica in range(shape.replicas):
+        whole = collected(told, shape, replica)
+        assert whole.keys() == state.keys()
+        assert [name for name in state if not torch.equal(state[name], whole[name])] == []
+        assert state_sha256(whole) == state_sha256(state)
+
+
+@pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "bf16-params"])
+def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
+    technique = Technique(Precision(name), "full")
+    applied, state = alone(technique=technique)
+    shape = Shape(1, 1, 2)
+    told = together(shape, technique=technique)
+    assert [found for found, _ in told] == [applied, applied]
+    whole = collected(told, shape, 0)
+    assert [key for key in state if not torch.equal(state[key], whole[key])] == []
+
+
+def test_slices_train_as_the_whole_layers_do(of_one: Told) -> None:
+    applied, state = of_one
+    expected, whole = alone(slices=1)
+    assert [one.loss for one in applied] == pytest.approx([one.loss for one in expected], rel=1e-5)
+    made = Small()
+    cuts = cuts_in(build_model(made, SEED, CPU, Slicing(made.tensor(), SLICES)).module)
+    weights = {name.removeprefix("param/"): value for name, value in state.items() if name.startswith("param/")}
+    joined = whole_weights(weights, cuts)
+    assert joined.keys() == {name.removeprefix("param/") for name in whole if name.startswith("param/")}
+    for name, value in joined.items():
+        torch.testing.assert_close(value, whole[f"param/{name}"], rtol=1e-4, atol=1e-5)
+
+
+def test_ring_sums_differ_by_rounding_only(of_one: Told) -> None:
+    for applied, _ in together(Shape(2, 1, 2), exact=False):
+        assert [one.loss for one in applied] == pytest.approx([one.loss for one in of_one[0]], rel=1e-5)
+
+
+def test_other_slices_in_the_middle_of_a_sum_are_noticed(of_one: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: sums in another order have other bits."""
+
+    def backwards(self: Link, parts: Any) -> torch.Tensor:
+        total = parts[-1]
+        for part in parts[-2::-1]:
+            total = total + part
+        return total
+
+    monkeypatch.setattr(Link, "sum", backwards)
+    assert state_sha256(alone()[1]) != state_sha256(of_one[1])
+
+
+def checked(task: AnyTask, slices: int = SLICES) -> None:
+    job = Job(
+        name="job",
+        task="module:Task",
+        data=Data(path="rows", batch_size=24, shards=4),
+        steps=3,
+        parallel=Parallel(tensor=slices),
+        workers=Workers(min=1),
+    )
+    check_slices(job, task, CPU, batches(0, (0,))[0][0])
+
+
+def test_a_plan_that_fits_passes_the_check() -> None:
+    checked(Small())
+
+
+class Interleaved(Small):
+    """Its fused projection has the heads outside, the three inside, and a name that says otherwise."""
+
+    def tensor(self) -> Mapping[str, str]:
+        return {"block*.up": "colwise", "block*.down": "rowwise", "block*.norm": "colwise"}
+
+
+class Unplanned(Small):
+    def tensor(self) -> Mapping[str, str]:
+        return {}
+
+
+class Misplaced(Small):
+    """Its activation mixes features of several slices."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Mixes(Block):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = x + self.down(torch.softmax(self.up(self.mix(self.qkv(x)[..., :WIDTH])), -1))
+                return found
+
+        return {**super().layers(), "block1": Mixes}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {"block*.up": "colwise", "block*.down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("task", "slices", "what"),
+    [
+        (Small(fixed=True), 2, "the layer 'block0' cannot compute with one of 2 slices: RuntimeError: shape"),
+        (Small(inner=0.1), 2, "the layer 'block0' draws random numbers between what is cut"),
+        (Small(), 8, "cannot compute with one of 8 slices"),
+        (Small(), 16, "'embed' has 24 rows, which 16 slices do not divide"),
+        (Unplanned(), 2, "Unplanned.tensor() names nothing to cut"),
+        (Interleaved(), 2, "'block0.norm' is a LayerNorm, which cannot be cut colwise"),
+        (Misplaced(), 2, "the layer 'block1' returns something else when it is cut into 2 slices"),
+    ],
+)
+def test_what_slices_cannot_compute_is_refused_with_the_layer(task: Task, slices: int, what: str) -> None:
+    with pytest.raises(TaskError) as refused:
+        checked(task, slices)
+    assert what in str(refused.value)
+
+
+def test_a_state_knows_where_its_slices_are() -> None:
+    made = Small()
+    state = TrainState(
+        made,
+        [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))],
+        seed=SEED,
+        shards=SHARDS,
+        clip_norm=None,
+        device=CPU,
+    )
+    cuts = state.holding().cuts
+    assert cuts["block0.qkv"] == ("column", 3)
+    assert (cuts["block1.down"], cuts["embed"]) == (("row", 1), ("vocabulary", 1))
