@@ -33,6 +33,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, run_facts
+from raytrain_plus.membership.mesh import rank_counts
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers import check_installed
@@ -81,6 +82,8 @@ class Size:
     replicas: int = 1
     """Model replicas."""
     stages: int = 1
+    ranks: int = 1
+    """Workers that share the tensor slices of a stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +125,8 @@ class Report:
     """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
     sharded: tuple[str, ...] = ()
     """What each worker holds of a sharded training state, and which losses cost steps."""
+    slices: tuple[str, ...] = ()
+    """What each worker holds of a model that is cut into slices."""
 
     @property
     def most_stages(self) -> int:
@@ -154,11 +159,11 @@ class Report:
                 said += self._read_lines(self.read_factor)
             said += self._checksum_lines()
         for size in self.sizes:
-            replicas = f"{plural(size.replicas, 'replica')} of {plural(size.stages, 'stage')}, " * (
-                self.most_stages > 1
-            )
+            of = [plural(size.stages, "stage")] * (self.most_stages > 1)
+            of += [plural(size.ranks, "worker")] * (max(one.ranks for one in self.sizes) > 1)
+            replicas = f"{' of '.join([plural(size.replicas, 'replica'), *of])}, " if of else ""
             said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
-        said += [f"  {line}" for line in self.sharded]
+        said += [f"  {line}" for line in (*self.slices, *self.sharded)]
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
         if self.many_passes:
@@ -196,11 +201,12 @@ def sizes_of(table: SizeTable) -> tuple[Size, ...]:
     shards = table.shards
     found = []
     for workers, shape in table.formed.items():
-        # With one stage all workers form replicas; a replica that makes no step faster is left out only above the
-        # minimum.
-        replicas = workers if shape.stages == 1 else shape.replicas
+        # Where a worker is a replica, all form one; one that makes no step faster is left out only above the minimum.
+        stages, ranks = shape.layout
+        replicas = workers if shape.layout == (1, 1) else shape.replicas
         fullest = math.ceil(shards / replicas)
-        found.append(Size(workers, fullest, shards * shape.stages / (workers * fullest), replicas, shape.stages))
+        used = shards * stages * ranks / (workers * fullest)
+        found.append(Size(workers, fullest, used, replicas, stages, ranks))
     return tuple(found)
 
 
@@ -293,7 +299,8 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         apart = bool(job.workers.gpus)
         state = {size.workers: trial.state.of(job, size.workers, apart=apart) for size in sizes}
         sharded = sharded_lines(job.parallel, list(state), state)
-    partition, misfits = _forecast(job, trial.layers, sizes[-1], table) if trial and trial.layers else (None, ())
+    layers = trial.layers if trial else ()
+    partition, misfits = _forecast(job, layers, sizes[-1], table) if layers else (None, ())
     return Report(
         job.name,
         sizes,
@@ -313,7 +320,25 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         many_passes=passes,
         kept=keeps_rows(job, seen),
         sharded=sharded,
+        slices=_slice_lines(job, layers),
     )
+
+
+def _slice_lines(job: Job, layers: Sequence[Layer]) -> tuple[str, ...]:
+    """Return how much of the model a worker holds that hosts some of its slices; nothing if it is not cut."""
+    if job.parallel.tensor == 1 or not layers:
+        return ()
+    # Imported here because it loads torch.
+    from raytrain_plus.parallel.pipeline.memory import hosting_slices
+
+    whole = sum(layer.parameters for layer in layers)
+    held = [
+        f"{sum(layer.parameters for layer in hosting_slices(layers, ranks)):,} on each of {ranks} workers"
+        for ranks in rank_counts(job.parallel.tensor)
+        if ranks > 1
+    ]
+    of = "the model" if job.parallel.pipeline == 1 else "all stages"
+    return (f"{job.parallel.tensor} slices; of the {whole:,} parameters of {of}: {', '.join(held)}",)
 
 
 def _is_made(job: Job, path: str) -> bool:
@@ -337,18 +362,26 @@ def _check_model(job: Job, task: Task) -> None:
         check_scheduler(task, named)
 
 
-def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -> tuple[Forecast, tuple[str, ...]]:
+def _forecast(
+    job: Job, layers: Sequence[Layer], size: Size, table: SizeTable
+) -> tuple[Forecast | None, tuple[str, ...]]:
     """Partition the model into the job's stages, given the cost of its layers on this machine.
 
     Also return with which numbers of stages in `table` it does not fit here.
     """
     # Imported here because these modules load torch.
     from raytrain_plus.parallel.pipeline.forecast import forecast
-    from raytrain_plus.parallel.pipeline.memory import Misfit, partition_within_memory, sharing_optimizer
+    from raytrain_plus.parallel.pipeline.memory import (
+        Misfit,
+        hosting_slices,
+        partition_within_memory,
+        sharing_optimizer,
+    )
     from raytrain_plus.training.memory_limits import total_memory
 
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
+    layers = hosting_slices(layers, job.parallel.tensor)
     # A GPU's memory is known only on a machine with one.
     room = total_memory() if not job.workers.gpus else None
     partitions = [
@@ -364,6 +397,8 @@ def _forecast(job: Job, layers: Sequence[Layer], size: Size, table: SizeTable) -
         if room is not None
     ]
     misfits = tuple(str(found) for found in partitions if isinstance(found, Misfit))
+    if job.parallel.pipeline == 1:
+        return None, misfits
     shared = sharing_optimizer(layers, share_of(job.parallel, size.replicas))
     return forecast(shared, schedule, job.parallel.pipeline, microbatches, job.parallel.partition), misfits
 

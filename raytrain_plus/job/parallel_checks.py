@@ -48,9 +48,9 @@ def tensor(tensor: int, schedule: str, sharded: str, compiles: bool) -> Problem:
     if schedule in ("pipedream", "zero-bubble"):
         what = f"{schedule} does not support tensor slices: its stages interleave passes in orders of their own"
         return what, "parallel.tensor: 1, or another schedule", ""
-    if sharded != "none":
-        what = "the state of tensor slices is not sharded: each worker holds only its own slices of the state already"
-        return what, "sharded: none, or parallel.tensor: 1", ""
+    if sharded == "full":
+        what = "the weights of tensor slices are not sharded: each worker holds only those of its own slices already"
+        return what, "sharded: optimizer, or parallel.tensor: 1", ""
     if compiles:
         what = "layers that are cut into slices exchange sums while they compute, which compiled layers cannot do"
         return what, "compile: false, or parallel.tensor: 1", ""
@@ -93,17 +93,20 @@ def sharded(sharded: str, pipeline: int, schedule: str) -> Problem:
     return None
 
 
-def holders(holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int) -> Problem:
+def holders(
+    holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int, tensor: int
+) -> Problem:
     """Return what is wrong with parallel.holders: there cannot be more than workers that share a state."""
     if holders < 1:
         return f"{holders} is out of range", "1 or more", ""
-    most = min((minimum if maximum is None else maximum) // pipeline, shards)
+    width = pipeline * tensor
+    most = min((minimum if maximum is None else maximum) // width, shards)
     # With fewer workers than stages there is another problem.
     if sharded == "none" or holders <= most or not most:
         return None
-    unit = "worker" if pipeline == 1 else "replica"
+    unit = "worker" if width == 1 else "replica"
     if most == 1:
-        return f"the state of one {unit} is not sharded", f"sharded: none, or workers.max of {2 * pipeline} or more", ""
+        return f"the state of one {unit} is not sharded", f"sharded: none, or workers.max of {2 * width} or more", ""
     return f"{holders} holders of each row, but there are at most {most} {unit}s", f"at most {most}", ""
 
 

@@ -65,7 +65,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """How to divide the model into pipeline stages and a step into microbatches."""
+    """How to divide the model into pipeline stages and slices, and a step into microbatches."""
 
     pipeline: int = 1
     """Pipeline stages that the model's layers are partitioned into. Each stage runs on its own worker; together they

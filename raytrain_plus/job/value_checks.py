@@ -390,6 +390,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
             "workers.min",
             "data.shards",
             "parallel.pipeline",
+            "parallel.tensor",
         ),
         parallel_checks.holders,
     ),

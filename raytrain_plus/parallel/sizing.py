@@ -91,7 +91,7 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
     """
     if parallel.sharded == "none":
         return ()
-    holders, staged = parallel.holders, parallel.pipeline > 1
+    holders, staged = parallel.holders, parallel.in_parts
     unit, each, less = (
         ("replica", "each of its workers with", "with") if staged else ("worker", "each of", "on each of")
     )

@@ -93,7 +93,7 @@ def divided_layers(job: Job, task: Task, device: torch.device) -> tuple[Named, D
     named = []
 
     def trained() -> Iterator[tuple[str, nn.Parameter]]:
-        for name, value in _trained(build_layers(task, job.seed, device)):
+        for name, value in _trained(build_layers(task, job.seed, device, slicing_of(job, task))):
             named.append((name, nn.Parameter(torch.empty_like(value, device="meta"))))
             yield name, value
 

@@ -38,6 +38,13 @@ class Link:
             total = total + self._given(total, distance)
         return total
 
+    def largest(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the largest of all slices' numbers, element by element, given those of each hosted one."""
+        found = torch.stack(list(parts)).amax(0)
+        for distance in self._distances():
+            found = torch.maximum(found, self._given(found, distance))
+        return found
+
     def gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return what all slices have, in order, given what the hosted ones have."""
         found = torch.stack(list(parts))

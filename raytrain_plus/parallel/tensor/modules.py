@@ -8,6 +8,7 @@ hosted slices at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,10 +51,12 @@ class Meeting:
 class Column(nn.Module):
     """A linear layer whose outputs are divided between slices: (..., in) -> (..., out of the hosted slices).
 
-    With `gathers` it returns the outputs of all slices.
+    With `gathers` it returns the outputs of all slices; with `keeps` it says whose they are (`hosted_by`).
     """
 
-    def __init__(self, slices: Sequence[Leaf], meeting: Meeting, fused: int, gathers: int, in_features: int) -> None:
+    def __init__(
+        self, slices: Sequence[Leaf], meeting: Meeting, fused: int, gathers: int, in_features: int, *, keeps: bool
+    ) -> None:
         """Compute with `slices`, which have `weight` and `bias`; `gathers`: the job's number of slices, or 0."""
         super().__init__()
         # In a tuple: they are modules of the unit to which they belong.
@@ -62,17 +65,47 @@ class Column(nn.Module):
         self.cut: tuple[Kind, int] = ("column", fused)
         self._fused = fused
         self._gathers = gathers
+        self._keeps = keeps
         self.in_features = in_features
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """See the class."""
         copies = self._meeting.copies(given)
         outputs = [F.linear(one, part.weight, part.bias) for one, part in zip(copies, self._slices, strict=True)]
+        if self._keeps:
+            self._meeting.end()
+            return _kept(_join(outputs, self._fused), self._meeting.link, len(outputs))
         if not self._gathers:
             return _join(outputs, self._fused)
         self._meeting.end()
         gathered: torch.Tensor = _Gather.apply(self._meeting.link, self._gathers, self._fused, *outputs)
         return gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Which of a model's outputs a worker has: those of its slices."""
+
+    link: Link
+    starts: tuple[int, ...]
+    """The first output of each hosted slice."""
+
+
+def hosted_by(outputs: torch.Tensor) -> Hosted | None:
+    """Return whose outputs these are, if a column has kept them with their slices; None for all others."""
+    found: Hosted | None = getattr(outputs, _HOSTED, None)
+    return found
+
+
+_HOSTED = "hosted_slices"
+
+
+def _kept(outputs: torch.Tensor, link: Link, count: int) -> torch.Tensor:
+    """Return the outputs of so many hosted slices, with what `hosted_by` returns for them."""
+    size = outputs.shape[-1] // count
+    first = link.rank * outputs.shape[-1]
+    setattr(outputs, _HOSTED, Hosted(link, tuple(first + number * size for number in range(count))))
+    return outputs
 
 
 class Row(nn.Module):

@@ -20,6 +20,7 @@ WORDS: Mapping[str, Kind] = {
     "colwise": "column",
     "rowwise": "row",
     "vocab": "vocabulary",
+    "colwise_loss": "column",
     # Transformers' words for the same.
     "packed_colwise": "column",
     "colwise_rep": "column",
@@ -27,6 +28,8 @@ WORDS: Mapping[str, Kind] = {
     "embedding_rowwise": "vocabulary",
 }
 _GATHERS = ("colwise_rep", "colwise_gather_output")
+_KEEPS = ("colwise_loss",)
+"""Words for columns whose outputs stay with their slices, for `layers.cross_entropy`."""
 WHERE = "Task.tensor"
 """Place of an error in a plan."""
 FUSED = {"qkv": 3, "gate_up": 2}
@@ -40,6 +43,8 @@ class Cut:
     kind: Kind
     gathers: bool = False
     """Whether a column's outputs are put together again: nothing that follows in the same module is cut by rows."""
+    keeps: bool = False
+    """Whether a column's outputs stay with their slices, and leave the model so."""
     fused: int = 1
     """How many projections a column's weight consists of."""
 
@@ -77,7 +82,8 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
         parent = name.rpartition(".")[0]
         kind = WORDS[word]
         beside = {WORDS[how] for other, how in words.items() if parent and other.startswith(f"{parent}.")}
-        gathers = word in _GATHERS or "row" not in beside
+        keeps = word in _KEEPS
+        gathers = word in _GATHERS or ("row" not in beside and not keeps)
         if whole and kind == "row" and "column" not in beside:
             raise TaskError(
                 f"the plan cuts '{name}' rowwise, but nothing beside it colwise, which would make its inputs",
@@ -86,7 +92,7 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
             )
         fused = next((count for part, count in FUSED.items() if part in name.rpartition(".")[2].lower()), 1)
         column = kind == "column"
-        cuts[name] = Cut(kind, gathers and column, fused if column else 1)
+        cuts[name] = Cut(kind, gathers and column, keeps, fused if column else 1)
     return cuts
 
 

@@ -175,7 +175,8 @@ def _cut_module(
         return Vocabulary(own, list(slices), slicing.link, rows, module.padding_idx)
     if cut.kind == "row":
         return Row(own, meeting, module.bias, module.out_features)
-    return Column(own, meeting, cut.fused, slicing.slices if cut.gathers else 0, module.in_features)
+    gathers = slicing.slices if cut.gathers else 0
+    return Column(own, meeting, cut.fused, gathers, module.in_features, keeps=cut.keeps)
 
 
 def _keep(part: Leaf, kind: str, value: torch.Tensor | None, cut: Cut, number: int, slices: int) -> None:

@@ -17,7 +17,7 @@ from tests.integration.tasks import write_data
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
-CUBE = Parallel(tensor=2, pipeline=2)
+CUBE = Parallel(tensor=2, pipeline=2, sharded="optimizer")
 
 
 def sliced(tmp_path: Path, name: str, **changes: Any) -> Job:
@@ -26,13 +26,16 @@ def sliced(tmp_path: Path, name: str, **changes: Any) -> Job:
     return exact(tmp_path, name, **{**settings, **changes})
 
 
-def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "parallel", [CUBE, pytest.param(replace(CUBE, sharded="none"), marks=pytest.mark.slow)], ids=str
+)
+def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path, parallel: Parallel) -> None:
     """Two replicas of two stages of two workers become one, and the only replica then loses a worker, too."""
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"steps": 60, "args": {"pad_s": 0.01}}
     expected = ended(Run(sliced(tmp_path, "one", **settings)))
     workers = Workers(min=1, max=8, cpus=0.25)
-    run = Run(sliced(tmp_path, "killed", workers=workers, parallel=CUBE, **settings))
+    run = Run(sliced(tmp_path, "killed", workers=workers, parallel=parallel, **settings))
     for number, place in enumerate(((1, 0, 1), (0, 1, 0))):
         if not number:
             run.until_size(8)
@@ -80,7 +83,9 @@ def test_a_stopped_run_resumes_on_any_number_of_hosts(tmp_path: Path, parallel: 
     run.until_step(25)
     attach(run.folder).stop()
     assert run.finish().status == "stopped"
-    for size in (1, 2, 4):
-        again = replace(run.job, name=f"again-{size}", workers=Workers(min=size, max=size, cpus=0.5))
+    # As many as the cluster has room for.
+    for size, cpus in ((1, 3.0), (2, 2.0), (4, 0.5)):
+        again = replace(run.job, name=f"again-{size}", workers=Workers(min=size, max=4, cpus=cpus))
         shutil.copytree(run.folder, run.folder.parent / again.name)
-        assert ended(Run(again, fresh=False))[0] == expected[0]
+        assert ended(resumed := Run(again, fresh=False))[0] == expected[0]
+        assert {len(view["members"]) for view in resumed.events("view_formed")[-1:]} == {size}

@@ -219,6 +219,11 @@ class Layered(Task):
         return batch
 
 
+class Sliced(Layered):
+    def tensor(self) -> dict[str, str]:
+        return {"out": "colwise", "in": "colwise"} if self.wrong == "odd" else {"in": "colwise"}
+
+
 class Plateau(Layered):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -254,6 +259,20 @@ def test_the_partition_is_shown(tmp_path: Path) -> None:
     assert lines[-4].startswith("    stage 0: in; 8 parameters, 0.0 MB, ")
     assert lines[-2].startswith("    expected bubble: ")
     assert re.fullmatch(r"    with a single replica, copies in memory: up to [\d.]+ MB more on each worker", lines[-1])
+
+
+def test_slices_are_shown_and_compared(tmp_path: Path) -> None:
+    cut = replace(staged(tmp_path, tensor=2), task=Sliced, workers=Workers(min=1, max=8))
+    lines = tried(cut).lines()
+    assert "  8 workers: 2 replicas of 2 stages of 2 workers, 2 shards each" in lines
+    assert "  2 workers: 1 replica of 2 stages of 1 worker, 4 shards each" in lines
+    assert "  2 slices; of the 13 parameters of all stages: 9 on each of 2 workers" in lines
+    alone = replace(cut, parallel=Parallel(tensor=2))
+    assert [line for line in tried(alone).lines() if "worker: " in line or "partition" in line] == [
+        "  1 worker: 1 replica of 1 worker, 4 shards each"
+    ]
+    with pytest.raises(TaskError, match="'out' has 1 outputs, which 2 slices do not divide"):
+        tried(replace(alone, args={"wrong": "odd"}))
 
 
 def test_how_the_partition_was_found_is_shown(tmp_path: Path) -> None:

@@ -146,6 +146,28 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             ["compile=true", "parallel.schedule=zero-bubble"],
             "the zero-bubble schedule divides backward passes at their operations",
         ),
+        (GOOD, ["parallel.tensor=3"], "3 is no power of two"),
+        (GOOD, ["parallel.tensor=2", "compile=true"], "layers that are cut into slices exchange sums while they"),
+        (
+            GOOD,
+            ["workers.min=4", "parallel.tensor=2", "parallel.sharded=full"],
+            "the weights of tensor slices are not sharded",
+        ),
+        (
+            GOOD,
+            ["workers.min=2", "parallel.tensor=2", "parallel.sharded=optimizer"],
+            "the state of one replica is not sharded\n  expected: sharded: none, or workers.max of 4 or more",
+        ),
+        (
+            GOOD + STAGES,
+            ["parallel.tensor=2", "parallel.schedule=zero-bubble"],
+            "zero-bubble does not support tensor slices",
+        ),
+        (
+            GOOD,
+            ["workers.min=9", "parallel.tensor=2", "data.shards=4"],
+            "9 workers for data.shards = 4 and parallel.te",
+        ),
         (GOOD, ["ema={decay: 1}"], "1 is not allowed\n  expected: a number above 0 and below 1"),
         (GOOD, ["precision=int8"], "'int8' is not allowed\n  expected: one of fp32, tf32, bf16, fp16, bf16-params"),
         (GOOD, ["reduction=exact", "compression=bf16"], "compression: bf16 rounds the gradients on their way"),

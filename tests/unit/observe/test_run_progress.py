@@ -99,12 +99,30 @@ def in_two_by_two() -> dict[str, Any]:
     return formed
 
 
+def in_slices(stages: int) -> dict[str, Any]:
+    """Return a view of one replica, of so many stages of two workers that share their slices."""
+    formed = view(*[6] * 2 * stages)
+    for seat, member in enumerate(formed["members"]):
+        member |= {"replica": 0, "stage": seat // 2, "tensor_rank": seat % 2, "slices": [seat % 2]}
+    return formed
+
+
 @pytest.mark.parametrize(
     ("one", "line"),
     [
         (
             in_two_by_two(),
             "8 workers ready in 2 replicas of 2 stages, 6 shards each; 4,000 parameters; collective: horovod",
+        ),
+        (
+            in_slices(2),
+            "4 workers ready in 1 replica of 2 stages of 2 workers, 6 shards each; up to 1,000 parameters each; "
+            "collective: horovod",
+        ),
+        (
+            in_slices(1),
+            "2 workers ready in 1 replica of 2 workers, 6 shards each; up to 1,000 parameters each; "
+            "collective: horovod",
         ),
         (view(5, 4, 3), "3 workers ready, 5 or 4 or 3 shards each; 1,000 parameters; collective: horovod"),
         (evaluated(-1, loss=5.5, accuracy=0.1), "held out, untrained: loss 5.5000, accuracy 0.1000"),

@@ -1,0 +1,20 @@
+"""The plan of tensor slices of these layers. Pure."""
+
+from __future__ import annotations
+
+
+def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "") -> dict[str, str]:
+    """Return what `Task.tensor` returns for a model of these layers, by their names, or patterns of them.
+
+    `embed`: an `nn.Embedding`; `blocks`: `Block`s with `gated` networks; `head`: a `Head`, whose scores go to
+    `cross_entropy`. What has no name is not cut.
+
+    >>> transformer_plan(embed="embed", head="head")
+    {'embed': 'vocab', 'head.out': 'colwise_loss'}
+    """
+    plan = {embed: "vocab"} if embed else {}
+    if blocks:
+        plan |= {f"{blocks}.attention.{name}": "colwise" for name in ("q", "k", "v")}
+        plan |= {f"{blocks}.feed_forward.{name}": "colwise" for name in ("gate", "up")}
+        plan |= {f"{blocks}.attention.out": "rowwise", f"{blocks}.feed_forward.down": "rowwise"}
+    return {**plan, **({f"{head}.out": "colwise_loss"} if head else {})}

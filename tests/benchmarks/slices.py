@@ -1,0 +1,206 @@
+"""A step of a transformer whose layers are cut into slices, beside torch's `parallelize_module` on Gloo.
+
+Each process holds the same slices both ways: here with the whole step of the platform (keys, header, norms, checks),
+there in a bare loop of forward pass, backward pass and optimizer. They take turns, and start together.
+
+python -m tests.benchmarks.slices [--ranks 2] [--rounds 9] [--steps 5] [--width 256] [--depth 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+from raytrain_plus import Task
+from raytrain_plus.collective.rendezvous import RendezvousServer
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.torch_world import TorchWorld
+from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slicing import Slicing
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.model import build_chunks
+from raytrain_plus.training.replica import replica_stage
+from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.synchronous import Synchronous
+from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.train_state import TrainState
+from tests.benchmarks.overlap import invitation
+
+REPOSITORY = Path(__file__).parents[2]
+HEAD_DIM, LENGTH, ROWS = 32, 128, 8
+LIMIT_S = 300.0
+CPU = torch.device("cpu")
+GIVEN = "BENCHMARK_INVITATIONS"
+
+
+class Block(nn.Module):
+    """Attention and a network, each after a norm and with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.mix, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm1(x)
+        q, k, v = (one(y).view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2) for one in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).reshape(*x.shape[:2], -1))
+        found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return found
+
+
+class Blocks(Task):
+    """A chain of blocks with a square as its loss."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        self.width, self.depth = width, depth
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {f"block{number}": lambda: Block(self.width) for number in range(self.depth)}
+
+    def tensor(self) -> dict[str, str]:
+        columns = dict.fromkeys(("block*.q", "block*.k", "block*.v", "block*.up"), "colwise")
+        return {**columns, "block*.mix": "rowwise", "block*.down": "rowwise"}
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=1e-4)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+
+def ours(task: Blocks, rank: int, ranks: int, world: TorchWorld, batch: torch.Tensor) -> Callable[[], float]:
+    """Return what makes a step here, and returns its loss."""
+    link = Link(rank, ranks)
+    built = build_chunks(task, 0, CPU, [list(task.layers())], Slicing(task.tensor(), ranks, link))
+    state = TrainState(task, built, seed=0, shards=1, clip_norm=None, device=CPU, link=link)
+    steps = SynchronousSteps(state, replica_stage(Synchronous, state, world, schedule="1f1b", stages=1))
+    control = Control()
+    control.begin(0)
+    context = StepContext(world=SoloWorld(), control=control, wait_s=LIMIT_S)
+    batches = {0: [Microbatch(batch if rank == 0 else None, len(batch))]}
+
+    def step() -> float:
+        return float(steps.run(steps.begun + 1, batches, context).loss)
+
+    return step
+
+
+def bare(task: Blocks, ranks: int, batch: torch.Tensor) -> Callable[[], float]:
+    """Return what makes a step with torch's own parallel modules, and returns its loss."""
+    [built] = build_chunks(task, 0, CPU, [list(task.layers())])
+    model = built.module.train()
+    plan: dict[str, Any] = {}
+    for number in range(task.depth):
+        plan |= {f"block{number}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
+        plan |= {f"block{number}.{name}": RowwiseParallel() for name in ("mix", "down")}
+    parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
+    optimizer = task.optimizer(model.named_parameters())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def member(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of a step both ways, one number a round, and the first losses."""
+    ranks, task = options.ranks, Blocks(options.width, options.depth)
+    batch = torch.randn(ROWS, LENGTH, options.width, generator=torch.Generator().manual_seed(1))
+    world = TorchWorld(invitation(**json.loads(os.environ[GIVEN])))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=ranks)
+    ways = {"ours": ours(task, rank, ranks, world, batch), "torch": bare(task, ranks, batch)}
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    found |= {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
+    for number in range(options.rounds):
+        order = list(ways) if number % 2 else list(ways)[::-1]
+        for name in order:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(options.steps):
+                ways[name]()
+            found[name].append((time.perf_counter() - start) / options.steps)
+    world.close()
+    dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="of each way in a round")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--port", type=int, default=29611, help="for torch's own group")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        torch.set_num_threads(1)
+        print(json.dumps(member(options.rank, options)))
+        return
+    command = [sys.executable, "-m", "tests.benchmarks.slices", *sys.argv[1:]]
+    with ExitStack() as stack:
+        server = RendezvousServer("127.0.0.1", size=options.ranks, peers=["127.0.0.1"])
+        port = server.start()
+        stack.callback(server.close)
+        processes = []
+        for rank in range(options.ranks):
+            given = {
+                "generation": 0,
+                "name": "slices",
+                "rank": rank,
+                "size": options.ranks,
+                "address": "127.0.0.1",
+                "server": ["127.0.0.1", port],
+                "timeout_s": LIMIT_S,
+                "credentials": asdict(server.credentials(rank)),
+            }
+            process = subprocess.Popen(
+                [*command, "--rank", str(rank)],
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=REPOSITORY,
+                env={**os.environ, GIVEN: json.dumps(given)},
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        told = [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
+    parameters = options.depth * 12 * options.width**2 / 1e6
+    print(f"{options.depth} blocks of width {options.width} ({parameters:.1f} M parameters), {options.ranks} processes")
+    rounds = {name: [max(one[name][at] for one in told) for at in range(options.rounds)] for name in ("ours", "torch")}
+    for name, seconds in rounds.items():
+        losses = ", ".join(f"{loss:.6f}" for loss in told[0][f"loss {name}"])
+        print(f"  {name:6} {1000 * statistics.median(seconds):7.1f} ms a step; first losses {losses}")
+    ratios = [other / own for own, other in zip(rounds["ours"], rounds["torch"], strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"  steps/s of ours to torch's, median of {options.rounds} rounds: {ratio:.3f}; wanted >= 0.97: ", end="")
+    print("met" if ratio >= 0.97 else "NOT MET")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from raytrain_plus.layers import Attention, Block, FeedForward, Head, cross_entropy, rotated, transformer_plan
+from raytrain_plus.parallel.tensor.hosts import Hosts
+from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, cuts_in, whole_weights
+
+WIDTH, HEADS, WORDS = 64, 4, 48
+PLAN = transformer_plan(embed="embed", blocks="block*", head="head")
+
+Found = TypeVar("Found")
+
+
+def layers() -> dict[str, nn.Module]:
+    torch.manual_seed(3)
+    return {
+        "embed": nn.Embedding(WORDS, WIDTH),
+        "block0": Block(WIDTH, HEADS, hidden=256, bias=True),
+        "block1": Block(WIDTH, HEADS, kv_heads=4, hidden=256),
+        "head": Head(WIDTH, WORDS),
+    }
+
+
+def cut(slices: int, link: Link | None = None) -> CutLayers:
+    return CutLayers(*cut_layers(layers(), Slicing(PLAN, slices, link or Link())))
+
+
+TEXT = torch.randint(0, WORDS, (3, 9), generator=torch.Generator().manual_seed(1))
+LABELS = TEXT[:, 1:].clone()
+LABELS[0, :3] = -100
+
+
+def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = cross_entropy(model(TEXT[:, :-1]), LABELS)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+
+
+def whole() -> nn.Sequential:
+    made = nn.Sequential()
+    for name, module in layers().items():
+        made.add_module(name, module)
+    return made
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int) -> None:
+    loss, gradients = passed(whole())
+    model = cut(slices)
+    cut_loss, cut_gradients = passed(model)
+    torch.testing.assert_close(cut_loss, loss, rtol=1e-6, atol=1e-6)
+    joined = whole_weights(cut_gradients, cuts_in(model))
+    assert joined.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
+    def each(link: Link) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return passed(cut(4, link).to(dtype))
+
+    loss, gradients = each(Link())
+    for count in (2, 4):
+        hosts = Hosts(count)
+        seen: dict[str, torch.Tensor] = {}
+        for found, own in hosts.run(lambda host, hosts=hosts: each(hosts.link(host))):
+            assert torch.equal(found, loss)
+            for name, gradient in own.items():
+                assert torch.equal(seen.setdefault(name, gradient), gradient)
+        assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
+
+
+def test_no_host_has_the_scores_of_all_tokens() -> None:
+    hosts = Hosts(4)
+    shapes = hosts.run(lambda host: cut(4, hosts.link(host))(TEXT).shape)
+    assert shapes == [(3, 9, WORDS // 4)] * 4
+
+
+def test_without_slices_the_loss_is_torch_s() -> None:
+    scores = torch.randn(3, 8, WORDS)
+    expected = F.cross_entropy(scores.reshape(-1, WORDS), LABELS.reshape(-1))
+    assert torch.equal(cross_entropy(scores, LABELS), expected)
+    assert torch.equal(cross_entropy(scores.reshape(-1, WORDS), LABELS.reshape(-1)), expected)
+
+
+def test_heads_may_share_keys_and_values() -> None:
+    torch.manual_seed(0)
+    shared, plain = Attention(WIDTH, HEADS, kv_heads=2), Attention(WIDTH, HEADS)
+    plain.load_state_dict(
+        shared.state_dict()
+        | {
+            f"{name}.weight": getattr(shared, name)
+            .weight.unflatten(0, (2, 1, -1))
+            .expand(2, 2, -1, WIDTH)
+            .flatten(0, 2)
+            for name in ("k", "v")
+        }
+    )
+    x = torch.randn(2, 7, WIDTH)
+    torch.testing.assert_close(shared(x), plain(x))
+
+
+def test_positions_are_relative() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(16), torch.randn(16)
+    both = [rotated(one.expand(1, 1, 12, 16))[0, 0] for one in (q, k)]
+    scores = both[0] @ both[1].T
+    torch.testing.assert_close(scores[3, 1], scores[9, 7])
+    assert not torch.allclose(scores[3, 1], scores[3, 2])
+
+
+def test_what_comes_later_changes_nothing_before() -> None:
+    block: Callable[[torch.Tensor], torch.Tensor] = Block(WIDTH, HEADS, gated=False)
+    x = torch.randn(1, 6, WIDTH)
+    other = torch.cat([x[:, :4], torch.randn(1, 2, WIDTH)], 1)
+    torch.testing.assert_close(block(x)[:, :4], block(other)[:, :4])
+
+
+@pytest.mark.parametrize(("width", "heads", "kv_heads"), [(64, 5, 5), (64, 4, 3), (12, 4, 4)])
+def test_numbers_that_do_not_divide_are_refused(width: int, heads: int, kv_heads: int) -> None:
+    with pytest.raises(ValueError, match="do not divide each other"):
+        Attention(width, heads, kv_heads)
+
+
+def test_a_network_without_a_gate_has_two_weights() -> None:
+    assert [name for name, _ in FeedForward(8, 16, gated=False).named_parameters()] == ["up.weight", "down.weight"]
