@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "") -> dict[str, str]:
     """Return what `Task.tensor` returns for a model of these layers, by their names, or patterns of them.
@@ -18,3 +20,14 @@ def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "") -> di
         plan |= {f"{blocks}.feed_forward.{name}": "colwise" for name in ("gate", "up")}
         plan |= {f"{blocks}.attention.out": "rowwise", f"{blocks}.feed_forward.down": "rowwise"}
     return {**plan, **({f"{head}.out": "colwise_loss"} if head else {})}
+
+
+def adapted_plan(plan: Mapping[str, str], blocks: str, of: str = "layers.*") -> dict[str, str]:
+    """Return that part of a plan that is for blocks, which have other names here.
+
+    For example the `base_model_tp_plan` of a model of Transformers, if the layers of the task are its decoder layers:
+
+    >>> adapted_plan({"layers.*.mlp.up_proj": "colwise", "norm": "sequence_parallel"}, "block*")
+    {'block*.mlp.up_proj': 'colwise'}
+    """
+    return {f"{blocks}{name.removeprefix(of)}": word for name, word in plan.items() if name.startswith(f"{of}.")}

@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus.layers import Attention, Block, FeedForward, Head, cross_entropy, rotated, transformer_plan
+from raytrain_plus.layers import (
+    Attention,
+    Block,
+    FeedForward,
+    Head,
+    adapted_plan,
+    cross_entropy,
+    rotated,
+    transformer_plan,
+)
 from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, cuts_in, whole_weights
@@ -77,6 +86,41 @@ def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> N
             for name, gradient in own.items():
                 assert torch.equal(seen.setdefault(name, gradient), gradient)
         assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
+
+
+def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
+    transformers = pytest.importorskip("transformers")
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=256, num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1
+    )
+    config._attn_implementation = "sdpa"
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions, self.layer = llama.LlamaRotaryEmbedding(config), llama.LlamaDecoderLayer(config, 0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            at = torch.arange(x.shape[1])[None]
+            found: torch.Tensor = self.layer(x, position_embeddings=self.positions(x, at), position_ids=at)
+            return found
+
+    def decoder() -> dict[str, nn.Module]:
+        torch.manual_seed(0)
+        return {"block0": Decoder()}
+
+    x = torch.randn(2, 7, WIDTH)
+    plan = adapted_plan(config.base_model_tp_plan, "block*.layer")
+
+    def sliced(link: Link) -> torch.Tensor:
+        found: torch.Tensor = CutLayers(*cut_layers(decoder(), Slicing(plan, 4, link)))(x)
+        return found
+
+    together = sliced(Link())
+    torch.testing.assert_close(together, decoder()["block0"](x), rtol=1e-5, atol=1e-6)
+    hosts = Hosts(4)
+    assert all(torch.equal(one, together) for one in hosts.run(lambda host: sliced(hosts.link(host))))
 
 
 def test_no_host_has_the_scores_of_all_tokens() -> None:
