@@ -32,13 +32,13 @@ class Bubble:
         self._places = {member.worker: (member.place.replica, member.place.stage) for member in view.members}
         # Those that share the slices of a stage make the same passes at the same time.
         self._drawn = {member.worker for member in view.members if not member.place.tensor_rank}
-        self._per_replica = view.shape.size // view.shape.replicas
+        self._per_replica = view.shape.size // view.shape.replicas if view.shape.stages > 1 else 1
         self._bars, self._open = {}, {}
 
     def report(self, worker: str, record: StepRecord, offset_s: float) -> Drawing | None:
-        """Accept a member's step; return the step's drawing once it is complete. A replica of one waits for nobody.
+        """Accept a member's step; return the step's drawing once it is complete.
 
-        `offset_s` converts the member's clock to ours.
+        A replica in one stage waits for none. `offset_s` converts the member's clock to ours.
         """
         if worker not in self._places or record.passes is None or self._per_replica == 1:
             return None

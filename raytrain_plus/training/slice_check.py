@@ -1,8 +1,13 @@
-"""Check that a model that is cut into slices computes what the whole one does, layer by layer, on one microbatch."""
+"""Check that a model that is cut into slices computes what the whole one does, layer by layer, on one microbatch.
+
+With `reduction: exact` also that the bits are the same, whether one worker hosts all slices or each has one. Matrix
+products are, because each slice makes its own. But a CPU computes functions such as SiLU otherwise, in the last bit,
+for the few values at the end of a tensor that fill no register, and where a tensor ends depends on what is hosted.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +23,7 @@ from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.plan import WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
 from raytrain_plus.task import Task
-from raytrain_plus.training.measure import Alone, each_layer, forward
+from raytrain_plus.training.measure import Alone, backward, each_layer, forward
 from raytrain_plus.training.model import build_layers, layer_names
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
@@ -28,7 +33,10 @@ TOLERANCE = 1e-3
 
 
 def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) -> None:
-    """Raise `TaskError` if the job's slices, each on a host of its own, do not compute what the whole layers do."""
+    """Raise `TaskError` if the job's slices, each on a host of its own, do not compute what the whole layers do.
+
+    With `reduction: exact` also if they have other bits than on one host.
+    """
     slices, plan = job.parallel.tensor, task.tensor()
     names = layer_names(task, job.seed)
     if not plan:
@@ -42,9 +50,10 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     whole = each_layer(task, job.seed, technique, names)
     hosts = Hosts(slices)
     apart = [each_layer(task, job.seed, technique, names, Slicing(plan, slices, hosts.link(one))) for one in hosts]
+    here = each_layer(task, job.seed, technique, names, Slicing(plan, slices))
     given: Tensors | None = None
     work = Alone(task, job.seed, technique, batch)
-    for number, ((name, built), *parts) in enumerate(zip(whole, *apart, strict=True)):
+    for number, ((name, built), (_, together), *parts) in enumerate(zip(whole, here, *apart, strict=True)):
         expected = _output([built.module], number, len(names), work, given, 0)
         try:
             modules = [part.module for _, part in parts]
@@ -59,6 +68,10 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
                 remedy="write view(..., -1, head_dim) where a number of heads stands",
             ) from None
         _compare(name, slices, expected, found[0])
+        if job.reduction == "exact":
+            alone = _bits([together.module], number, len(names), work, given, 0)
+            each = hosts.run(partial(_bits, modules, number, len(names), work, given))
+            _compare_bits(name, alone, each)
         given = expected[0]
 
 
@@ -74,6 +87,32 @@ def _output(
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
     return output, float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
+
+
+def _bits(
+    modules: Sequence[nn.Module], number: int, count: int, work: Alone, given: Tensors | None, host: int
+) -> dict[str, torch.Tensor]:
+    """Return the output of a layer on a host, and the gradients of its weights."""
+    module = modules[host].train()
+    module.zero_grad()
+    chunk = Chunk(module, number, [0] * count)
+    output = forward(chunk, work, given)
+    values = {f"output {at}": value.detach() for at, value in enumerate(_values(output))}
+    backward(chunk, output)
+    return values | {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+
+
+def _compare_bits(name: str, alone: Mapping[str, torch.Tensor], apart: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Raise `TaskError` if any of these values of a layer has other bits on hosts of their own."""
+    for found in apart:
+        for what, value in found.items():
+            if not torch.equal(value, alone[what]):
+                raise TaskError(
+                    f"the layer '{name}' computes other last bits when its slices are hosted apart (first in {what})",
+                    where="reduction: exact",
+                    expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
+                    remedy="use fewer slices or another width, or reduction: ring",
+                )
 
 
 def _values(output: Any) -> list[torch.Tensor]:

@@ -42,17 +42,28 @@ def test_the_share_of_the_time_in_which_stages_wait() -> None:
 
 def test_a_replica_is_counted_once_all_its_tensor_ranks_have_reported() -> None:
     bubble = Bubble()
-    bubble.formed(form_view(0, ["a", "b"], Shape(1, 1, 2), 4))
-    bubble.report("a", record(0, 0.3, (0.0, 0.4)), 0.0)
+    bubble.formed(form_view(0, "abcd", Shape(1, 2, 2), 4))
+    for worker, busy_s in zip("abc", (0.3, 0.3, 0.1), strict=True):
+        bubble.report(worker, record(0, busy_s, (0.0, 0.4)), 0.0)
     assert bubble.share is None
-    bubble.report("b", record(0, 0.1, (0.0, 0.4)), 0.0)
+    bubble.report("d", record(0, 0.1, (0.0, 0.4)), 0.0)
     assert bubble.share == pytest.approx(0.5)
 
 
-def test_a_replica_of_one_worker_waits_for_no_stage() -> None:
-    """Such as those of `parallel.sharded: full`, which compute layer by layer, too."""
+def test_one_of_the_workers_that_share_a_stage_is_drawn() -> None:
     bubble = Bubble()
-    bubble.formed(form_view(0, ["a", "b"], Shape(2, 1), 4))
+    bubble.formed(form_view(0, "abcd", Shape(1, 2, 2), 4))
+    reports = [bubble.report(worker, record(0, 0.1, at=1.0, stage="abcd".index(worker) // 2), 0.0) for worker in "abcd"]
+    drawn = reports[2]
+    assert drawn is not None
+    assert list(drawn) == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 1), Shape(1, 1, 2)])
+def test_a_replica_of_one_stage_waits_for_no_stage(shape: Shape) -> None:
+    """Such as those of `parallel.sharded: full`, which compute layer by layer, too, and those in slices."""
+    bubble = Bubble()
+    bubble.formed(form_view(0, ["a", "b"], shape, 4))
     for worker in "ab":
         assert bubble.report(worker, record(0, 0.3, (0.0, 0.4), at=100.0), 0.0) is None
     assert bubble.share is None

@@ -250,20 +250,47 @@ def test_other_slices_in_the_middle_of_a_sum_are_noticed(of_one: Told, monkeypat
     assert state_sha256(alone()[1]) != state_sha256(of_one[1])
 
 
-def checked(task: AnyTask, slices: int = SLICES) -> None:
+def checked(task: AnyTask, slices: int = SLICES, reduction: Any = "ring") -> None:
     job = Job(
         name="job",
         task="module:Task",
         data=Data(path="rows", batch_size=24, shards=4),
         steps=3,
         parallel=Parallel(tensor=slices),
+        reduction=reduction,
         workers=Workers(min=1),
     )
     check_slices(job, task, CPU, batches(0, (0,))[0][0])
 
 
-def test_a_plan_that_fits_passes_the_check() -> None:
-    checked(Small())
+@pytest.mark.parametrize("reduction", ["ring", "exact"])
+def test_a_plan_that_fits_passes_the_check(reduction: str) -> None:
+    checked(Small(), reduction=reduction)
+
+
+class Narrow(Small):
+    """Its activation gets so few features of a slice that they do not fill a register."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Gated(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up, self.down = nn.Linear(WIDTH, 92), nn.Linear(92, WIDTH)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = x + self.down(F.silu(self.up(x)))
+                return found
+
+        return {**super().layers(), "block1": Gated}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {"block1.up": "colwise", "block1.down": "rowwise"}
+
+
+def test_slices_with_other_bits_on_several_hosts_are_refused_if_sums_are_exact() -> None:
+    checked(Narrow())
+    with pytest.raises(TaskError, match="the layer 'block1' computes other last bits when its slices are hosted apart"):
+        checked(Narrow(), reduction="exact")
 
 
 class Interleaved(Small):
