@@ -386,10 +386,10 @@ def _forecast(
     room = total_memory() if not job.workers.gpus else None
     partitions = [
         partition_within_memory(
-            sharing_optimizer(layers, share_of(job.parallel, table.fewest_replicas(stages))),
+            sharing_optimizer(layers, share_of(job.parallel, table.fewest_replicas(stages, table.slices))),
             schedule,
             stages,
-            table.most_shards(stages) * job.parallel.microbatches,
+            table.most_shards(stages, table.slices) * job.parallel.microbatches,
             room,
             job.parallel.first_layers(stages),
         )

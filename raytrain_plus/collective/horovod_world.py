@@ -37,11 +37,14 @@ _OF_A_WORLD = (
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
     "HOROVOD_GLOO_IFACE",
     "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    "HOROVOD_FUSION_THRESHOLD",
     "HOROVOD_GLOO_RENDEZVOUS_TOKEN",
     "HOROVOD_GLOO_LINK_KEYS",
 )
 """Environment variables that each world sets. Our edits of Horovod's source (`install.fixes`) read the last two."""
 _SECRETS = _OF_A_WORLD[-2:]
+FUSED_BYTES = 128 << 20
+"""Bytes of tensors that Horovod sums together if they are ready at the same time: its own default."""
 
 
 def load_horovod() -> None:
@@ -61,9 +64,11 @@ def load_horovod() -> None:
 class HorovodWorld:
     """A Horovod world of this process; at most one exists at a time."""
 
-    def __init__(self, formation: Invitation) -> None:
+    def __init__(self, formation: Invitation, *, fuses: bool = True) -> None:
         """Join the world; block until all members have joined. Raises `Interrupted` if a member does not join.
 
+        `fuses`: sum tensors together that are ready at the same time. The order in which a ring adds the parts of a
+        tensor then depends on the moment, so two worlds that sum the same values can differ in the last bit.
         `load_horovod` must have been called.
         """
         import horovod.torch as hvd
@@ -71,7 +76,7 @@ class HorovodWorld:
         self.rank = formation.rank
         self.size = formation.size
         self._hvd = hvd
-        os.environ.update(_environment(formation))
+        os.environ.update(_environment(formation, FUSED_BYTES if fuses else 0))
         try:
             hvd.init()
         except Exception as error:
@@ -144,7 +149,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _environment(formation: Invitation) -> dict[str, str]:
+def _environment(formation: Invitation, fused_bytes: int) -> dict[str, str]:
     values = (
         formation.rank,
         formation.size,
@@ -152,6 +157,7 @@ def _environment(formation: Invitation) -> dict[str, str]:
         *formation.server,
         interface_of(formation.address),
         max(1, round(formation.timeout_s)),
+        fused_bytes,
         formation.credentials.token,
         ",".join(formation.credentials.link_keys),
     )

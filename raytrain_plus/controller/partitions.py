@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.errors import InputError
@@ -44,26 +44,43 @@ class Partitions:
         """Return the `stage_counts`, numbers of stages, with which no stage is too large for the `living` workers.
 
         Also return with which numbers of stages and of workers that share their slices one is. Raises `InputError` if
-        the requested number of stages fits in no way.
+        the requested number of stages fits in no way, or only on more workers than there may be.
         """
         self._partitions = {}
-        unfit = set()
+        misfits: dict[tuple[int, int], Misfit] = {}
         for stages in stage_counts:
             most, *fewer = rank_counts(self._job.parallel.tensor)
             found = self._laid(stages, most, living)
             if not isinstance(found, Misfit):
                 self._partitions[stages] = found
-                unfit |= {(stages, ranks) for ranks in fewer if isinstance(self._laid(stages, ranks, living), Misfit)}
+                for ranks in fewer:
+                    if isinstance(less := self._laid(stages, ranks, living, found), Misfit):
+                        misfits[stages, ranks] = less
             elif stages == self._job.parallel.pipeline:
                 raise InputError(
                     f"the model does not fit: {found}",
                     where=f"parallel.pipeline: {stages}",
-                    remedy="use more stages, smaller layers, more microbatches, larger machines, or another "
+                    remedy="use more stages or slices, smaller layers, more microbatches, larger machines, or another "
                     "parallel.partition",
                 )
             else:
-                log.warning("fewer than %d workers cannot hold the model: %s", min(self._partitions), found)
-        return tuple(self._partitions), frozenset(unfit)
+                log.warning("fewer than %d stages cannot hold the model: %s", min(self._partitions), found)
+        for (stages, ranks), misfit in misfits.items():
+            log.warning("%d stages of %d workers cannot hold the model: %s", stages, ranks, misfit)
+        self._check_room(misfits)
+        return tuple(self._partitions), frozenset(misfits)
+
+    def _check_room(self, misfits: Mapping[tuple[int, int], Misfit]) -> None:
+        """Raise `InputError` if the model fits only on more workers than there may be."""
+        counts = rank_counts(self._job.parallel.tensor)
+        fit = [(stages, ranks) for stages in self._partitions for ranks in counts if (stages, ranks) not in misfits]
+        fewest, most = min(stages * ranks for stages, ranks in fit), self._sizes.maximum
+        if misfits and fewest > most:
+            raise InputError(
+                f"the model does not fit: {next(iter(misfits.values()))}",
+                where=f"workers.max: {most}",
+                expected=f"{fewest} or more, which share the layers and slices of one replica",
+            )
 
     def layers(self, stage: Stage) -> Layers:
         """Return the layers that belong to a stage."""
@@ -148,8 +165,13 @@ class Partitions:
         """Return the layers of the model; empty if it is never partitioned."""
         return next(iter(self._roster.ready.values())).layers
 
-    def _laid(self, stages: int, ranks: int, living: Collection[str]) -> tuple[Chunks, ...] | Misfit:
-        """Return the layers of each of so many stages, whose slices so many workers share, or why they do not fit."""
+    def _laid(
+        self, stages: int, ranks: int, living: Collection[str], partition: tuple[Chunks, ...] = ()
+    ) -> tuple[Chunks, ...] | Misfit:
+        """Return the layers of each of so many stages, whose slices so many workers share, or why they do not fit.
+
+        `partition`: the one to use, if it is known.
+        """
         job = self._job
         known = {name: ready for name, ready in self._roster.ready.items() if name in living}
         sharing = Counter(self._roster.node(name) for name in known)
@@ -158,9 +180,12 @@ class Partitions:
             for name, ready in known.items()
         )
         layers = next(ready.layers for ready in known.values())
-        microbatches = self._sizes.most_shards(stages) * job.parallel.microbatches
+        microbatches = self._sizes.most_shards(stages, ranks) * job.parallel.microbatches
         first = job.parallel.first_layers(stages)
+        if partition:
+            order = [layer.name for layer in layers]
+            first = sorted((chunk[0] for chunks in partition for chunk in chunks), key=order.index)
         shared = sharing_optimizer(
-            hosting_slices(layers, ranks), share_of(job.parallel, self._sizes.fewest_replicas(stages))
+            hosting_slices(layers, ranks), share_of(job.parallel, self._sizes.fewest_replicas(stages, ranks))
         )
         return partition_within_memory(shared, job.parallel.schedule, stages, microbatches, room, first)

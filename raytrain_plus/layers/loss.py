@@ -36,7 +36,7 @@ class _CrossEntropy(torch.autograd.Function):
         parts = [part.float() for part in scores.chunk(len(hosted.starts), -1)]
         largest = hosted.link.largest([part.amax(-1) for part in parts])
         powers = [(part - largest.unsqueeze(-1)).exp() for part in parts]
-        own = [_own(labels, start, part) for part, start in zip(parts, hosted.starts, strict=True)]
+        own = [_own(labels, start, part, hosted.whole) for part, start in zip(parts, hosted.starts, strict=True)]
         chosen = [torch.where(here, _at(part, place), 0.0) for part, (here, place) in zip(parts, own, strict=True)]
         pairs = [torch.stack([power.sum(-1), one]) for power, one in zip(powers, chosen, strict=True)]
         total, score = hosted.link.sum(pairs)
@@ -58,10 +58,17 @@ class _CrossEntropy(torch.autograd.Function):
         return torch.cat(found, -1).to(ctx.dtype), None, None
 
 
-def _own(labels: torch.Tensor, start: int, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which labels are tokens of a slice, and their places in it; 0 for others."""
+def _own(labels: torch.Tensor, start: int, part: torch.Tensor, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which labels are tokens of a slice, and their places in it; 0 for others.
+
+    What is no token at all is left to the first or the last slice, in which it is no place either, and raises an error.
+    """
     place = labels - start
-    here = (place >= 0) & (place < part.shape[-1])
+    here = torch.ones_like(place, dtype=torch.bool)
+    if start:
+        here &= place >= 0
+    if start + part.shape[-1] < whole:
+        here &= place < part.shape[-1]
     return here, place.masked_fill(~here, 0)
 
 

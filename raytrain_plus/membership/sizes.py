@@ -97,13 +97,16 @@ class SizeTable:
         """The largest number of members that is ever formed."""
         return self.fewest if self.largest is None else max(self.fewest, self.largest.size)
 
-    def fewest_replicas(self, stages: int) -> int:
-        """Return the smallest number of replicas of `stages` stages."""
-        return max(1, min(self.minimum // stages, self.shards))
+    def fewest_replicas(self, stages: int, ranks: int = 1) -> int:
+        """Return the smallest number of replicas of `stages` stages, of `ranks` workers each."""
+        if ranks < self.slices:
+            # Slices are hosted on fewer workers only where they make one replica.
+            return 1
+        return max(1, min(self.minimum // (stages * ranks), self.shards))
 
-    def most_shards(self, stages: int) -> int:
-        """Return the most shards that a replica of `stages` stages hosts, given the smallest number of replicas."""
-        return math.ceil(self.shards / self.fewest_replicas(stages))
+    def most_shards(self, stages: int, ranks: int = 1) -> int:
+        """Return the most shards that such a replica hosts, given the smallest number of replicas."""
+        return math.ceil(self.shards / self.fewest_replicas(stages, ranks))
 
     def _shape(self, available: int) -> Shape | None:
         for stages, ranks in self.layouts if available >= self.minimum else ():

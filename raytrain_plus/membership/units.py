@@ -33,6 +33,16 @@ def number_of_unit(name: str) -> int:
     return int(name.partition(MARK)[2])
 
 
+def whole_weight(name: str) -> str:
+    """Return the name of a weight in the model that is not cut, given that of one of its slices, or its own.
+
+    >>> whole_weight("block0@2.qkv.weight"), whole_weight("head.bias"), whole_weight("weight")
+    ('block0.qkv.weight', 'head.bias', 'weight')
+    """
+    layer, dot, rest = name.partition(".")
+    return f"{layer_of_unit(layer)}{dot}{rest}"
+
+
 def is_slice(name: str) -> bool:
     """Return whether a unit is a slice."""
     return MARK in name

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raytrain_plus.membership.units import layer_of_unit, number_of_unit
+from raytrain_plus.membership.units import number_of_unit, whole_weight
 from raytrain_plus.state.entry import Cut, Entry
 
 
@@ -21,8 +21,7 @@ def name_of_whole(name: str) -> str:
     ('param/block0.qkv.weight', 'param/head.bias')
     """
     kind, slash, rest = name.partition("/")
-    unit, dot, inner = rest.partition(".")
-    return f"{kind}{slash}{layer_of_unit(unit)}{dot}{inner}"
+    return f"{kind}{slash}{whole_weight(rest)}"
 
 
 def module_of(name: str) -> str:

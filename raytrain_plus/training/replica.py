@@ -198,20 +198,28 @@ class ReplicaStage:
                 for one, (_, microbatch) in zip(given, some, strict=True)
             ]
             found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
-            for stage in range(self.stages):
-                self.handovers.send_note("metrics", stage, [means for means, _ in sorted_out], stage)
-        received = self.handovers.take_note("metrics", self.number, self.last)
+            self._give_metrics([means for means, _ in sorted_out])
+        received = self._take_metrics()
         for (_, microbatch), one in zip(some, received, strict=True):
             found.add(shard, microbatch.rows, one, default_weight(self.task, microbatch.batch, microbatch.rows))
         self.finish()
 
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """See `passes.ReplicaPasses`."""
-        for stage in range(self.stages) if self.is_last else ():
-            self.handovers.send_note("metrics", stage, dict(metrics), stage)
-        found: Mapping[str, float] = self.handovers.take_note("metrics", self.number, self.last)
-        self.handovers.finish()
+        if self.is_last:
+            self._give_metrics(dict(metrics))
+        found: Mapping[str, float] = self._take_metrics()
+        self.finish()
         return found
+
+    def _give_metrics(self, metrics: Any) -> None:
+        """Send metrics to the whole replica; of the workers that compute the loss, the first one does so."""
+        if self.index == self._of_stage(self.last)[0]:
+            for member in self._members:
+                self.agreement.send_note("metrics", member, metrics, member)
+
+    def _take_metrics(self) -> Any:
+        return self.agreement.take_note("metrics", self.index, self._of_stage(self.last)[0])
 
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """See `passes.ReplicaPasses`."""

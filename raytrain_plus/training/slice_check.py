@@ -7,8 +7,10 @@ for the few values at the end of a tensor that fill no register, and where a ten
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.plan import WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
 from raytrain_plus.task import Task
+from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward
 from raytrain_plus.training.model import build_layers, layer_names
 from raytrain_plus.training.precision import Precision
@@ -52,7 +55,7 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     apart = [each_layer(task, job.seed, technique, names, Slicing(plan, slices, hosts.link(one))) for one in hosts]
     here = each_layer(task, job.seed, technique, names, Slicing(plan, slices))
     given: Tensors | None = None
-    work = Alone(task, job.seed, technique, batch)
+    work = _Noting(task, job.seed, technique, batch)
     for number, ((name, built), (_, together), *parts) in enumerate(zip(whole, here, *apart, strict=True)):
         expected = _output([built.module], number, len(names), work, given, 0)
         try:
@@ -68,6 +71,8 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
                 remedy="write view(..., -1, head_dim) where a number of heads stands",
             ) from None
         _compare(name, slices, expected, found[0])
+        for one in found:
+            _compare_metrics(slices, expected[2], one[2])
         if job.reduction == "exact":
             alone = _bits([together.module], number, len(names), work, given, 0)
             each = hosts.run(partial(_bits, modules, number, len(names), work, given))
@@ -79,14 +84,31 @@ def _modules(layers: nn.Module) -> Iterator[str]:
     yield from module_names(dict(layers.named_children()))
 
 
+class _Noting(Alone):
+    """A microbatch that notes the metrics that its loss returned last."""
+
+    metrics: Mapping[str, float] = MappingProxyType({})
+
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
+        """See `chunk.PassWork`."""
+        found = task_loss(self._task, model, batch, self.rows(microbatch))
+        self.metrics = {name: float(value) for name, value in found.metrics.items()}
+        return found.weighted()
+
+
+_Output = tuple[Any, float, Mapping[str, float]]
+"""The output of a layer, the next random number after its forward pass, and the metrics of the loss."""
+
+
 def _output(
-    modules: Sequence[nn.Module], number: int, count: int, work: Alone, given: Tensors | None, host: int
-) -> tuple[Any, float]:
-    """Return the output of a layer on a host, and the next random number after its forward pass."""
+    modules: Sequence[nn.Module], number: int, count: int, work: _Noting, given: Tensors | None, host: int
+) -> _Output:
+    """Run the forward pass of a layer on a host."""
     module = modules[host].train()
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
-    return output, float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
+    drawn = float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
+    return output, drawn, work.metrics
 
 
 def _bits(
@@ -100,6 +122,20 @@ def _bits(
     values = {f"output {at}": value.detach() for at, value in enumerate(_values(output))}
     backward(chunk, output)
     return values | {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+
+
+def _compare_metrics(slices: int, expected: Mapping[str, float], found: Mapping[str, float]) -> None:
+    """Raise `TaskError` if a metric of the loss differs by more than rounding."""
+    for name, value in expected.items():
+        other = found.get(name, math.nan)
+        if not math.isclose(value, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE) and not math.isnan(value):
+            raise TaskError(
+                f"the metric '{name}' of the loss is {other:.4g} on a worker with one of {slices} slices, and "
+                f"{value:.4g} with all",
+                where=WHERE,
+                expected="metrics that need no scores of other workers' tokens, which colwise_loss leaves there",
+                remedy="return it from evaluate, where the model returns all scores, or cut the head colwise",
+            )
 
 
 def _compare_bits(name: str, alone: Mapping[str, torch.Tensor], apart: Sequence[Mapping[str, torch.Tensor]]) -> None:
@@ -119,7 +155,7 @@ def _values(output: Any) -> list[torch.Tensor]:
     return output.values if isinstance(output, Tensors) else [output]
 
 
-def _compare(name: str, slices: int, expected: tuple[Any, float], found: tuple[Any, float]) -> None:
+def _compare(name: str, slices: int, expected: _Output, found: _Output) -> None:
     """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
     if expected[1] != found[1]:
         raise TaskError(

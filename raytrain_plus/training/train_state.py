@@ -18,6 +18,7 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.membership.units import whole_weight
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
 from raytrain_plus.parallel.half import ring_wire
@@ -437,8 +438,9 @@ class TrainState:
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""
         named, decay = self.named, self.technique.decay
-        # Rows have the names of their weights, by which a task may choose their group.
-        self.optimizer = self.task.optimizer([(weight_of(name), value) for name, value in named]) if named else None
+        # Rows and slices have the names of their weights, by which a task may choose their group.
+        known = [(whole_weight(weight_of(name)), value) for name, value in named]
+        self.optimizer = self.task.optimizer(known) if named else None
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
         modules = [part.module for part in self.parts]
         self._averages = None if decay is None else Averages(named, modules, decay)

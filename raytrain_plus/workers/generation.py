@@ -244,7 +244,11 @@ class Generation:
     def _form(self, invitation: Invitation) -> World:
         if invitation.size == 1:
             return SoloWorld()
-        return HorovodWorld(invitation) if self._prepared.plan.collective == "horovod" else TorchWorld(invitation)
+        plan = self._prepared.plan
+        if plan.collective != "horovod":
+            return TorchWorld(invitation)
+        # The rings of workers that share a stage's slices sum the same gradients of what is not cut.
+        return HorovodWorld(invitation, fuses=plan.job.parallel.tensor == 1)
 
     def _leave(self, world: World) -> None:
         self._control.enter("leaving")

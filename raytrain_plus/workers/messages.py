@@ -266,7 +266,7 @@ class Written:
     writers: int
     share: Share | None
     tree: Any
-    """The part of the state that is not tensors; only the first writer of each stage sends it."""
+    """The part of the state that is not tensors, of the layers and slices that no writer before has."""
     metrics: Mapping[str, float]
     """The evaluation metrics of exactly this state."""
     time: float

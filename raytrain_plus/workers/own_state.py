@@ -95,5 +95,6 @@ def _as_good(now: StageState | None, before: StageState) -> bool:
         return False
     return (
         now.state.last_applied == before.state.last_applied
-        and now.stage.of * now.stage.ranks <= before.stage.of * before.stage.ranks
+        and now.stage.of <= before.stage.of
+        and now.stage.ranks <= before.stage.ranks
     )

@@ -147,7 +147,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
                 task, job.seed, technique_of(job, device), first, job.parallel.overlaps, slicing_of(job, task)
             )
         )
-        ready, classes = _size_of_layers(layers, device), classes_of(first.batch)
+        ready, classes = _size_of_layers(layers, device, staged=job.parallel.pipeline > 1), classes_of(first.batch)
         if job.parallel.sharded != "none":
             named, division = divided_layers(job, task, device)
             ready = replace(ready, rows=_row_sizes(named, units_of(named, division.undivided), division))
@@ -237,10 +237,11 @@ def _row_sizes(weights: Named, units: Mapping[str, int], division: Division) -> 
     }
 
 
-def _size_of_layers(found: tuple[Layer, ...], device: torch.device) -> PreparedReport:
+def _size_of_layers(found: tuple[Layer, ...], device: torch.device, *, staged: bool) -> PreparedReport:
     """Return the size of the model, given the cost of its layers."""
-    # Loads torch's schedules before the first world forms.
-    from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
+    if staged:
+        # Loads torch's schedules before the first world forms.
+        from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
 
     return PreparedReport(
         parameters=sum(layer.parameters for layer in found),

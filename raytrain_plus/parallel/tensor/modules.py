@@ -51,7 +51,8 @@ class Meeting:
 class Column(nn.Module):
     """A linear layer whose outputs are divided between slices: (..., in) -> (..., out of the hosted slices).
 
-    With `gathers` it returns the outputs of all slices; with `keeps` it says whose they are (`hosted_by`).
+    With `gathers` it returns the outputs of all slices; with `keeps` only where no gradients are computed, as in
+    evaluations, and else says whose they are (`hosted_by`).
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class Column(nn.Module):
         """See the class."""
         copies = self._meeting.copies(given)
         outputs = [F.linear(one, part.weight, part.bias) for one, part in zip(copies, self._slices, strict=True)]
-        if self._keeps:
+        if self._keeps and torch.is_grad_enabled():
             self._meeting.end()
             return _kept(_join(outputs, self._fused), self._meeting.link, len(outputs))
-        if not self._gathers:
+        if not (self._gathers or self._keeps):
             return _join(outputs, self._fused)
         self._meeting.end()
         gathered: torch.Tensor = _Gather.apply(self._meeting.link, self._gathers, self._fused, *outputs)
@@ -89,6 +90,8 @@ class Hosted:
     link: Link
     starts: tuple[int, ...]
     """The first output of each hosted slice."""
+    whole: int
+    """The number of all outputs."""
 
 
 def hosted_by(outputs: torch.Tensor) -> Hosted | None:
@@ -104,7 +107,8 @@ def _kept(outputs: torch.Tensor, link: Link, count: int) -> torch.Tensor:
     """Return the outputs of so many hosted slices, with what `hosted_by` returns for them."""
     size = outputs.shape[-1] // count
     first = link.rank * outputs.shape[-1]
-    setattr(outputs, _HOSTED, Hosted(link, tuple(first + number * size for number in range(count))))
+    starts = tuple(first + number * size for number in range(count))
+    setattr(outputs, _HOSTED, Hosted(link, starts, outputs.shape[-1] * link.ranks))
     return outputs
 
 
@@ -134,15 +138,19 @@ class Vocabulary(nn.Module):
     """An embedding whose rows are divided between slices: (...) of integers -> (..., width)."""
 
     def __init__(
-        self, slices: Sequence[Leaf], numbers: Sequence[int], link: Link, rows: int, padding: int | None
+        self, slices: Sequence[Leaf], numbers: Sequence[int], link: Link, rows: int, whole: int, padding: int | None
     ) -> None:
-        """Look up in `slices`, of `rows` rows each; `numbers`: their places. `padding`: a row without a gradient."""
+        """Look up in `slices`, of `rows` rows each, out of `whole`; `numbers`: their places.
+
+        `padding`: a row without a gradient.
+        """
         super().__init__()
         self._slices = tuple(slices)
         self.cut: tuple[Kind, int] = ("vocabulary", 1)
         self._starts = [number * rows for number in numbers]
         self._link = link
         self._rows = rows
+        self._whole = whole
         self._padding = padding
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -153,7 +161,12 @@ class Vocabulary(nn.Module):
 
     def _part(self, given: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
         places = given - start
-        others = (places < 0) | (places >= self._rows)
+        # What no slice has is left to the first or the last one, which refuse it.
+        others = torch.zeros_like(places, dtype=torch.bool)
+        if start:
+            others |= places < 0
+        if start + self._rows < self._whole:
+            others |= places >= self._rows
         padding = None if self._padding is None else self._padding - start
         own = padding if padding is not None and 0 <= padding < self._rows else None
         found = F.embedding(places.masked_fill(others, 0), weight, own)

@@ -88,7 +88,7 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
             raise TaskError(
                 f"the plan cuts '{name}' rowwise, but nothing beside it colwise, which would make its inputs",
                 where=WHERE,
-                expected="colwise for the layers before it in the same module, or in modules of that one",
+                expected="colwise for the layers before it, in the same module",
             )
         fused = next((count for part, count in FUSED.items() if part in name.rpartition(".")[2].lower()), 1)
         column = kind == "column"

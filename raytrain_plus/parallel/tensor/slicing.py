@@ -13,6 +13,7 @@ from raytrain_plus.membership.units import is_slice, unit_of
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, own_numbers, part_of, whole_of
 from raytrain_plus.parallel.tensor.plan import WHERE, Cut, Kind, cuts_of
+from raytrain_plus.torch_compat import has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ def tied_slices(tied: Mapping[str, str], slicing: Slicing) -> dict[str, str]:
         cuts = cuts_of(slicing.plan, modules, whole=False)
         how = [cuts.get(name) for name in modules]
         if how == [None, None]:
+            found[copy] = owner
+            continue
+        if {None if one is None else one.kind for one in how} <= {None, "row"} and copy.endswith(".bias"):
+            # The bias of rows is added once, and not cut.
             found[copy] = owner
             continue
         ways = {None if one is None else (one.kind == "row", one.fused) for one in how}
@@ -164,6 +169,10 @@ def _cut_module(
             where=WHERE,
             expected=f"an nn.{wanted.__name__}",
         )
+    others = sorted({at for at, _ in (*module.named_parameters(), *module.named_buffers())} - {"weight", "bias"})
+    if others or has_hooks(module):
+        what = f"'{others[0]}' besides weight and bias" if others else "hooks"
+        raise TaskError(f"'{name}' has {what}, which slices would not have", where=WHERE)
     _check_divides(name, module, cut, slicing.slices)
     for number, part in slices.items():
         _keep(part, "weight", module.weight, cut, number, slicing.slices)
@@ -172,7 +181,7 @@ def _cut_module(
     own = list(slices.values())
     if isinstance(module, nn.Embedding):
         rows = module.num_embeddings // slicing.slices
-        return Vocabulary(own, list(slices), slicing.link, rows, module.padding_idx)
+        return Vocabulary(own, list(slices), slicing.link, rows, module.num_embeddings, module.padding_idx)
     if cut.kind == "row":
         return Row(own, meeting, module.bias, module.out_features)
     gathers = slicing.slices if cut.gathers else 0

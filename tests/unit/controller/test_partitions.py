@@ -69,6 +69,33 @@ def test_a_stage_has_the_rows_of_its_layers_weights() -> None:
     assert found.parameters(form_view(0, ["a", "b"], Shape(2), 2)) == {"a": 11, "b": 11}
 
 
+def sliced(room: int, most: int, stages: int = 1) -> Partitions:
+    """Of a model of four layers that is cut into two slices; a worker has so many bytes, and there are so many."""
+    layers = tuple(
+        Layer(name, seconds, 40, sliced_bytes=40) for name, seconds in zip("abcd", (1, 1, 1, 3), strict=True)
+    )
+    roster = Roster()
+    roster.came(WorkerLocation(worker="a", pid=1, node="n", address="h"))
+    roster.prepared("a", PreparedReport(parameters=11, state_bytes=1, layers=layers, room=room))
+    job = job_of(1, most, parallel=Parallel(pipeline=stages, tensor=2))
+    return Partitions(job, roster, SizeTable(1, most, job.data.shards, (stages,), 2))
+
+
+def test_slices_are_hosted_on_fewer_workers_only_if_their_own_partition_fits() -> None:
+    found = sliced(100, 4, stages=2)
+    # One with less memory would be ab and cd, but the stages are abc and d.
+    assert found.fit((2,), ["a"]) == ((2,), frozenset({(2, 1)}))
+    assert found.layers(Stage(0, 2, 1, 2)).chunks == (("a", "b", "c"),)
+    assert found.layers(Stage(0, 2, 1, 2)).others == {"d", "a@0", "b@0", "c@0", "d@0", "d@1"}
+    assert sliced(200, 4, stages=2).fit((2,), ["a"]) == ((2,), frozenset())
+
+
+def test_a_model_that_fits_only_on_more_workers_than_there_may_be_is_refused() -> None:
+    assert sliced(100, 2).fit((1,), ["a"]) == ((1,), frozenset({(1, 1)}))
+    with pytest.raises(InputError, match=r"(?s)workers.max: 1: the model does not fit.*2 or more, which share"):
+        sliced(100, 1).fit((1,), ["a"])
+
+
 def test_a_given_partition_is_used_at_its_number_of_stages_only() -> None:
     found = partitions(400, FOUR, ("a", "b", "d"))
     assert found.fit((3, 2, 1), ["a", "b"]) == ((3, 2, 1), frozenset())

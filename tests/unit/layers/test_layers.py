@@ -123,10 +123,31 @@ def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
     assert all(torch.equal(one, together) for one in hosts.run(lambda host: sliced(hosts.link(host))))
 
 
-def test_no_host_has_the_scores_of_all_tokens() -> None:
+def test_no_host_has_the_scores_of_all_tokens_but_in_evaluations() -> None:
     hosts = Hosts(4)
     shapes = hosts.run(lambda host: cut(4, hosts.link(host))(TEXT).shape)
     assert shapes == [(3, 9, WORDS // 4)] * 4
+
+    def evaluated(link: Link) -> torch.Tensor:
+        with torch.no_grad():
+            scores: torch.Tensor = cut(4, link)(TEXT)
+        return scores
+
+    expected = evaluated(Link())
+    assert expected.shape == (3, 9, WORDS)
+    hosts = Hosts(4)
+    assert all(torch.equal(found, expected) for found in hosts.run(lambda host: evaluated(hosts.link(host))))
+
+
+@pytest.mark.parametrize("wrong", [-1, WORDS])
+def test_what_is_no_token_is_an_error_as_without_slices(wrong: int) -> None:
+    labels, text = LABELS.clone(), TEXT.clone()
+    labels[1, 2] = text[1, 2] = wrong
+    for slices in (2, 4):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|out of range"):
+            cross_entropy(cut(slices)(TEXT[:, :-1]), labels)
+        with pytest.raises((IndexError, RuntimeError), match=r"out of bounds|out of range"):
+            cut(slices)(text)
 
 
 def test_without_slices_the_loss_is_torch_s() -> None:

@@ -16,6 +16,7 @@ from raytrain_plus import Data, Job, Parallel, Task, Workers
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
+from raytrain_plus.layers import cross_entropy
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.transport import swapped
@@ -336,6 +337,40 @@ def test_what_slices_cannot_compute_is_refused_with_the_layer(task: Task, slices
     with pytest.raises(TaskError) as refused:
         checked(task, slices)
     assert what in str(refused.value)
+
+
+class Counts(Small):
+    """Returns from its loss how often the largest score is that of the next token, and keeps scores with slices."""
+
+    def tensor(self) -> Mapping[str, str]:
+        return {**super().tensor(), "head": "colwise_loss"}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        scores = model(batch[:, :-1])
+        return {
+            "loss": cross_entropy(scores, batch[:, 1:]),
+            "metrics": {"largest": scores.argmax(-1).float().mean()},
+        }
+
+
+def test_a_metric_of_the_scores_of_some_tokens_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"the metric 'largest' of the loss is .* on a worker with one of 2 slices"):
+        checked(Counts(), 2)
+
+
+def test_the_optimizer_gets_the_names_of_whole_weights() -> None:
+    names: list[str] = []
+
+    class Named(Small):
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            pairs = list(parameters)
+            names.extend(name for name, _ in pairs)
+            return torch.optim.SGD([value for _, value in pairs], lr=0.1)
+
+    made = Named()
+    state_of(made, [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))], exact=False)
+    assert names.count("block0.qkv.weight") == 2
+    assert not any("@" in name for name in names)
 
 
 def test_a_state_knows_where_its_slices_are() -> None:

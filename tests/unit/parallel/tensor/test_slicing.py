@@ -241,6 +241,26 @@ def test_a_weight_that_is_used_twice_is_refused() -> None:
         cut_layers({"block0": block}, Slicing(plan, 2))
 
 
+def test_what_slices_would_lose_is_refused() -> None:
+    normed = {"up": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))}
+    with pytest.raises(TaskError, match=r"'up' has .*parametrizations"):
+        cut_layers(normed, Slicing({"up": "colwise"}, 2))
+    hooked = {"up": nn.Linear(8, 8)}
+    hooked["up"].register_forward_hook(lambda *_: None)
+    with pytest.raises(TaskError, match="'up' has hooks, which slices would not have"):
+        cut_layers(hooked, Slicing({"up": "colwise"}, 2))
+
+
+def test_the_bias_of_rows_is_tied_as_it_is() -> None:
+    plan = {"*.up": "colwise", "*.down": "rowwise"}
+    tied = {"b.down.bias": "a.down.bias", "b.down.weight": "a.down.weight"}
+    assert tied_slices(tied, Slicing(plan, 2)) == {
+        "b.down.bias": "a.down.bias",
+        "b@0.down.weight": "a@0.down.weight",
+        "b@1.down.weight": "a@1.down.weight",
+    }
+
+
 def test_some_layers_can_be_cut_by_a_plan_for_all() -> None:
     found, units = cut_layers({"head": layers()["head"]}, Slicing(PLAN, 2))
     assert (set(found), set(units)) == ({"head"}, {"head@0", "head@1"})
