@@ -32,14 +32,13 @@ def sliced(tmp_path: Path, name: str, **changes: Any) -> Job:
 def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path, parallel: Parallel) -> None:
     """Two replicas of two stages of two workers become one, and the only replica then loses a worker, too."""
     write_data(tmp_path / "data", rows=517)
-    settings: dict[str, Any] = {"steps": 60, "args": {"pad_s": 0.01}}
-    expected = ended(Run(sliced(tmp_path, "one", **settings)))
+    expected = ended(Run(sliced(tmp_path, "one", steps=40)))
     workers = Workers(min=1, max=8, cpus=0.25)
-    run = Run(sliced(tmp_path, "killed", workers=workers, parallel=parallel, **settings))
+    run = Run(sliced(tmp_path, "killed", workers=workers, parallel=parallel, steps=40, args={"pad_s": 0.01}))
     for number, place in enumerate(((1, 0, 1), (0, 1, 0))):
         if not number:
             run.until_size(8)
-        run.until_step(run.committed() + 6)
+        run.until_step(run.committed() + 4)
         views = run.events("view_formed")
         seated = {(one["replica"], one["stage"], one["tensor_rank"]): one["worker"] for one in views[-1]["members"]}
         run.kill(next(one for one in run.members() if one["worker"] == seated[place]))
@@ -54,11 +53,11 @@ def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path, parallel: Pa
 def test_slices_move_to_fewer_workers_and_back(tmp_path: Path) -> None:
     """The only replica loses one of two workers; the other one goes on with all slices, until a worker joins."""
     write_data(tmp_path / "data", rows=517)
-    settings: dict[str, Any] = {"steps": 80, "args": {"pad_s": 0.02}, "precision": "bf16-params", "ema": Ema(decay=0.9)}
+    settings: dict[str, Any] = {"steps": 40, "precision": "bf16-params", "ema": Ema(decay=0.9)}
     expected = ended(Run(sliced(tmp_path, "one", **settings)))
-    run = Run(sliced(tmp_path, "alone", workers=Workers(min=1, max=2, cpus=2), **settings))
+    run = Run(sliced(tmp_path, "alone", workers=Workers(min=1, max=2, cpus=2), args={"pad_s": 0.01}, **settings))
     run.until_size(2)
-    run.until_step(run.committed() + 6)
+    run.until_step(run.committed() + 4)
     run.kill(run.members()[0])
     run.until_told("recovered", 1)
     assert ended(run) == expected
