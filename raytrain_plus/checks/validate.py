@@ -126,7 +126,7 @@ class Report:
     sharded: tuple[str, ...] = ()
     """What each worker holds of a sharded training state, and which losses cost steps."""
     slices: tuple[str, ...] = ()
-    """What each worker holds of a model that is cut into slices."""
+    """The part of a model in slices that each worker holds."""
 
     @property
     def most_stages(self) -> int:

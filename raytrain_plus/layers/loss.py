@@ -61,7 +61,7 @@ class _CrossEntropy(torch.autograd.Function):
 def _own(labels: torch.Tensor, start: int, part: torch.Tensor, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which labels are tokens of a slice, and their places in it; 0 for others.
 
-    What is no token at all is left to the first or the last slice, in which it is no place either, and raises an error.
+    The first and the last slice keep labels outside the vocabulary, which then raise an error.
     """
     place = labels - start
     here = torch.ones_like(place, dtype=torch.bool)

@@ -43,6 +43,16 @@ def whole_weight(name: str) -> str:
     return f"{layer_of_unit(layer)}{dot}{rest}"
 
 
+def slice_of_weight(name: str, number: int) -> str:
+    """Return the name of a slice of a weight: the inverse of `whole_weight`.
+
+    >>> slice_of_weight("block0.qkv.weight", 2)
+    'block0@2.qkv.weight'
+    """
+    layer, dot, rest = name.partition(".")
+    return f"{unit_of(layer, number)}{dot}{rest}"
+
+
 def is_slice(name: str) -> bool:
     """Return whether a unit is a slice."""
     return MARK in name

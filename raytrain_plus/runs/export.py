@@ -20,14 +20,15 @@ from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.errors import DamagedError, InputError, first_line
 from raytrain_plus.job.task_loader import load_user_code
+from raytrain_plus.membership.units import whole_weight
 from raytrain_plus.observe.run_progress import after_step
-from raytrain_plus.parallel.tensor.slicing import whole_weights
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Found, read_tensors
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.manifest import Manifest, best_of
+from raytrain_plus.state.slices import joined
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split
@@ -166,12 +167,13 @@ def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str
         tensors = read_tensors(run, manifest, dict.fromkeys(names))
     except DamagedError as error:
         return {}, f"{error.where}: {error.what}"
-    weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in tensors.items()}
-    trained = {name for group in manifest.tree.get("groups") or () for name in group["parameters"]}
-    bad = not_finite((name, value) for name, value in weights.items() if name in trained)
     cuts = {name: (kind, fused) for name, (kind, fused) in manifest.tree.get("cuts", {}).items()}
+    whole = joined(tensors, cuts)
+    weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in whole.items()}
+    trained = {whole_weight(name) for group in manifest.tree.get("groups") or () for name in group["parameters"]}
+    bad = not_finite((name, value) for name, value in weights.items() if name in trained)
     # Older versions wrote such checkpoints.
-    return whole_weights(weights, cuts), f"'{bad[0]}' holds NaN or infinity" if bad else ""
+    return weights, f"'{bad[0]}' holds NaN or infinity" if bad else ""
 
 
 def _from_file(file: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Put the slices of a tensor together, as the model's file has it. Pure.
+"""Put the slices of a tensor together, as the file of the model has it. Pure.
 
 `parallel.tensor` cuts them.
 """
@@ -9,9 +9,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from raytrain_plus.membership.units import number_of_unit, whole_weight
 from raytrain_plus.state.entry import Cut, Entry
+from raytrain_plus.state.rows import Packed
 
 
 def name_of_whole(name: str) -> str:
@@ -39,18 +41,37 @@ def shape_of_whole(shape: Sequence[int], cut: Cut, slices: int) -> tuple[int, ..
     return (shape[0], shape[1] * slices) if kind == "row" else (shape[0] * slices, *shape[1:])
 
 
-def join(parts: Sequence[Any], rows: int, cut: Cut) -> bytes:
+def join(parts: Sequence[Any], rows: int, cut: Cut) -> npt.NDArray[np.uint8]:
     """Return the bytes of a tensor, given those of its slices, which have `rows` rows each.
 
-    >>> join([b"abcd", b"efgh"], 2, ("row", 1)), join([b"abcd", b"efgh"], 2, ("column", 2))
+    >>> join([b"abcd", b"efgh"], 2, ("row", 1)).tobytes(), join([b"abcd", b"efgh"], 2, ("column", 2)).tobytes()
     (b'abefcdgh', b'abefcdgh')
-    >>> join([b"abcd", b"efgh"], 2, ("column", 1))
+    >>> join([b"abcd", b"efgh"], 2, ("column", 1)).tobytes()
     b'abcdefgh'
     """
     kind, fused = cut
-    each = [np.frombuffer(part, dtype=np.uint8) for part in parts]
     count = rows if kind == "row" else fused
-    return np.concatenate([part.reshape(count, -1) for part in each], 1).tobytes()
+    return np.concatenate([np.frombuffer(part, dtype=np.uint8).reshape(count, -1) for part in parts], 1).reshape(-1)
+
+
+def joined(tensors: Mapping[str, Packed], cuts: Mapping[str, Cut]) -> dict[str, Packed]:
+    """Return the tensors of a model whole, given all slices of those that are cut.
+
+    `cuts`: how the modules are cut, by name: see `state.holding.Holding`.
+    """
+    found: dict[str, Packed] = {}
+    slices: dict[str, dict[int, Packed]] = {}
+    for name, packed in tensors.items():
+        if (whole := name_of_whole(name)) == name:
+            found[name] = packed
+        else:
+            slices.setdefault(whole, {})[_number(name)] = packed
+    for name, parts in slices.items():
+        dtype, shape, _ = parts[0]
+        cut = cuts[module_of(name)]
+        data = join([parts[number][2] for number in sorted(parts)], shape[0], cut)
+        found[name] = dtype, shape_of_whole(shape, cut, len(parts)), data
+    return found
 
 
 class Joining:
@@ -73,9 +94,9 @@ class Joining:
         """Return what the file holds, in the order in which `add` yields it."""
         found = []
         for name in self._entries:
-            slices = self._wholes.get(name_of_whole(name), ())
             if name not in self._exported:
                 continue
+            slices = self._wholes.get(name_of_whole(name), ())
             if not slices:
                 found.append(self._entries[name])
             elif name == max(entry.name for entry in slices):

@@ -88,23 +88,29 @@ def measure_layers(
                     where="parallel.schedule: pipedream",
                     remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
                 )
-        named = list(module.named_parameters())
-        sizes = {at: technique.precision.parameter_bytes(value, copies) for at, value in named}
-        counts = {at: value.numel() for at, value in named if value.requires_grad}
-        found.append(
-            Layer(
-                name,
-                min(seconds),
-                sum(sizes.values()),
-                sum(counts.values()),
-                kept,
-                _counted(chunk, work, given) if overlaps else 0,
-                sum(size for at, size in sizes.items() if is_slice(at)),
-                sum(count for at, count in counts.items() if is_slice(at)),
-            )
-        )
+        counted = _counted(chunk, work, given) if overlaps else 0
+        found.append(_layer(name, module, technique.precision, copies, min(seconds), kept, counted))
         given = output
     return tuple(found)
+
+
+def _layer(
+    name: str, module: nn.Module, precision: Precision, copies: int, seconds: float, kept: int, counted: int
+) -> Layer:
+    """Return the cost of a layer, of whose parameters a worker keeps so many copies."""
+    named = list(module.named_parameters())
+    sizes = {at: precision.parameter_bytes(value, copies) for at, value in named}
+    counts = {at: value.numel() for at, value in named if value.requires_grad}
+    return Layer(
+        name,
+        seconds,
+        sum(sizes.values()),
+        sum(counts.values()),
+        kept,
+        counted,
+        sum(size for at, size in sizes.items() if is_slice(at)),
+        sum(count for at, count in counts.items() if is_slice(at)),
+    )
 
 
 def count_operations(

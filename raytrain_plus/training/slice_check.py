@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -48,40 +50,30 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
             where=f"parallel.tensor: {slices}",
             expected="a plan, such as {'block*.up': 'colwise', 'block*.down': 'rowwise'}",
         )
-    cuts_of(plan, [name for built in build_layers(task, job.seed, device) for name in _modules(built.module)])
-    technique = Technique(Precision("fp32", device))
-    whole = each_layer(task, job.seed, technique, names)
-    hosts = Hosts(slices)
-    apart = [each_layer(task, job.seed, technique, names, Slicing(plan, slices, hosts.link(one))) for one in hosts]
-    here = each_layer(task, job.seed, technique, names, Slicing(plan, slices))
+    layers = (dict(built.module.named_children()) for built in build_layers(task, job.seed, device))
+    cuts_of(plan, [name for one in layers for name in module_names(one)])
+    technique, hosts = Technique(Precision("fp32", device)), Hosts(slices)
+
+    def built(slicing: Slicing | None) -> Iterator[nn.Module]:
+        return (one.module.train() for _, one in each_layer(task, job.seed, technique, names, slicing))
+
+    whole, apart = built(None), [built(Slicing(plan, slices, hosts.link(host))) for host in hosts]
+    together = built(Slicing(plan, slices)) if job.reduction == "exact" else None
     given: Tensors | None = None
     work = _Noting(task, job.seed, technique, batch)
-    for number, ((name, built), (_, together), *parts) in enumerate(zip(whole, here, *apart, strict=True)):
-        expected = _output([built.module], number, len(names), work, given, 0)
-        try:
-            modules = [part.module for _, part in parts]
-            found = hosts.run(partial(_output, modules, number, len(names), work, given))
-        except RaytrainError:
-            raise
-        except Exception as error:
-            raise TaskError(
-                f"the layer '{name}' cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
-                where=WHERE,
-                expected=f"code for any number of heads or features, and {slices} slices that divide them",
-                remedy="write view(..., -1, head_dim) where a number of heads stands",
-            ) from None
+    for number, (name, module) in enumerate(zip(names, whole, strict=True)):
+        layer = partial(_pass, number=number, count=len(names), work=work, given=given)
+        expected = layer(module)
+        parts = [next(one) for one in apart]
+        with _explained(name, slices):
+            found = hosts.run([partial(layer, part) for part in parts])
         _compare(name, slices, expected, found[0])
         for one in found:
-            _compare_metrics(slices, expected[2], one[2])
-        if job.reduction == "exact":
-            alone = _bits([together.module], number, len(names), work, given, 0)
-            each = hosts.run(partial(_bits, modules, number, len(names), work, given))
-            _compare_bits(name, alone, each)
-        given = expected[0]
-
-
-def _modules(layers: nn.Module) -> Iterator[str]:
-    yield from module_names(dict(layers.named_children()))
+            _compare_metrics(slices, expected.metrics, one.metrics)
+        if together is not None:
+            alone = layer(next(together))
+            _compare_bits(name, alone.bits(), hosts.run([one.bits for one in found]))
+        given = expected.output
 
 
 class _Noting(Alone):
@@ -96,32 +88,52 @@ class _Noting(Alone):
         return found.weighted()
 
 
-_Output = tuple[Any, float, Mapping[str, float]]
-"""The output of a layer, the next random number after its forward pass, and the metrics of the loss."""
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A layer after its forward pass."""
+
+    chunk: Chunk
+    output: Any
+    drawn: float
+    """The next random number."""
+    metrics: Mapping[str, float]
+    """Those of the loss."""
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The tensors of the output."""
+        return self.output.values if isinstance(self.output, Tensors) else [self.output]
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        """Run the backward pass; return the output, and the gradients of the weights."""
+        values = {f"output {number}": value.detach() for number, value in enumerate(self.values)}
+        backward(self.chunk, self.output)
+        named = self.chunk.submod.named_parameters()
+        return values | {name: value.grad for name, value in named if value.grad is not None}
 
 
-def _output(
-    modules: Sequence[nn.Module], number: int, count: int, work: _Noting, given: Tensors | None, host: int
-) -> _Output:
-    """Run the forward pass of a layer on a host."""
-    module = modules[host].train()
+def _pass(module: nn.Module, *, number: int, count: int, work: _Noting, given: Tensors | None) -> _Passed:
+    """Run the forward pass of a layer."""
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
     drawn = float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
-    return output, drawn, work.metrics
+    return _Passed(chunk, output, drawn, work.metrics)
 
 
-def _bits(
-    modules: Sequence[nn.Module], number: int, count: int, work: Alone, given: Tensors | None, host: int
-) -> dict[str, torch.Tensor]:
-    """Return the output of a layer on a host, and the gradients of its weights."""
-    module = modules[host].train()
-    module.zero_grad()
-    chunk = Chunk(module, number, [0] * count)
-    output = forward(chunk, work, given)
-    values = {f"output {at}": value.detach() for at, value in enumerate(_values(output))}
-    backward(chunk, output)
-    return values | {name: value.grad for name, value in module.named_parameters() if value.grad is not None}
+@contextmanager
+def _explained(name: str, slices: int) -> Iterator[None]:
+    """Turn what a layer raises with one of its slices into a `TaskError` that says what to do."""
+    try:
+        yield
+    except RaytrainError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"the layer '{name}' cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
+            where=WHERE,
+            expected=f"code for any number of heads or features, and {slices} slices that divide them",
+            remedy="write view(..., -1, head_dim) where a number of heads stands",
+        ) from None
 
 
 def _compare_metrics(slices: int, expected: Mapping[str, float], found: Mapping[str, float]) -> None:
@@ -151,13 +163,9 @@ def _compare_bits(name: str, alone: Mapping[str, torch.Tensor], apart: Sequence[
                 )
 
 
-def _values(output: Any) -> list[torch.Tensor]:
-    return output.values if isinstance(output, Tensors) else [output]
-
-
-def _compare(name: str, slices: int, expected: _Output, found: _Output) -> None:
+def _compare(name: str, slices: int, expected: _Passed, found: _Passed) -> None:
     """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
-    if expected[1] != found[1]:
+    if expected.drawn != found.drawn:
         raise TaskError(
             f"the layer '{name}' draws random numbers between what is cut colwise and what is cut rowwise; they "
             "would depend on how many slices a worker hosts",
@@ -165,7 +173,7 @@ def _compare(name: str, slices: int, expected: _Output, found: _Output) -> None:
             expected="no dropout there, such as dropout_p of scaled_dot_product_attention",
             remedy="set it to 0, and keep the dropout after the rowwise layer",
         )
-    for one, other in zip(_values(expected[0]), _values(found[0]), strict=True):
+    for one, other in zip(expected.values, found.values, strict=True):
         alike = one.shape == other.shape
         largest = one.detach().abs().max().item() if alike and one.numel() else 0.0
         difference = (one - other).detach().abs().max().item() if alike and one.numel() else 0.0

@@ -18,6 +18,7 @@ from raytrain_plus.data.transform_block import Transform
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
+from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_function, load_task
 from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
@@ -135,22 +136,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         lambda pieces: own.state.trained.held_rows(pieces),
     )
     feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None)
-    if not job.parallel.in_parts:
-        ready, classes = _size_of(own.state), KNOWN
-    else:
-        first = feeds.first()
-        # To measure the layers warms up what a first step needs; a trial has done so.
-        layers = (
-            trial.layers
-            if trial is not None
-            else measure_layers(
-                task, job.seed, technique_of(job, device), first, job.parallel.overlaps, slicing_of(job, task)
-            )
-        )
-        ready, classes = _size_of_layers(layers, device, staged=job.parallel.pipeline > 1), classes_of(first.batch)
-        if job.parallel.sharded != "none":
-            named, division = divided_layers(job, task, device)
-            ready = replace(ready, rows=_row_sizes(named, units_of(named, division.undivided), division))
+    ready, classes = _reported(job, task, device, own, feeds, trial)
     made = Prepared(
         plan=plan,
         task=task,
@@ -163,6 +149,28 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         saver=saver,
     )
     return made, replace(ready, sights=sights_of(plan))
+
+
+def _reported(
+    job: Job, task: Task, device: torch.device, own: OwnState, feeds: Feeds, trial: Trial | None
+) -> tuple[PreparedReport, Classes]:
+    """Return the size of the model, and the classes of the objects in a batch if batches pass between workers."""
+    if not job.parallel.in_parts:
+        return _size_of(own.state), KNOWN
+    first = feeds.first()
+    # To measure the layers warms up what a first step needs; a trial has done so.
+    layers = (
+        trial.layers
+        if trial is not None
+        else measure_layers(
+            task, job.seed, technique_of(job, device), first, job.parallel.overlaps, slicing_of(job, task)
+        )
+    )
+    ready = _size_of_layers(layers, device, staged=job.parallel.pipeline > 1)
+    if job.parallel.sharded != "none":
+        named, division = divided_layers(job, task, device)
+        ready = replace(ready, rows=_row_sizes(named, units_of(named, division.undivided), division))
+    return ready, classes_of(first.batch)
 
 
 def _trial(plan: Plan, cls: type[Task], device: torch.device, transform: Transform | None) -> Trial:

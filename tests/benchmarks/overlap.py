@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -115,10 +115,10 @@ def invitation(server: list[Any], credentials: dict[str, Any], **fields: Any) ->
     return Invitation(server=(server[0], server[1]), credentials=Credentials(credentials["token"], link_keys), **fields)
 
 
-def invitations(stack: ExitStack, axis: Axis) -> dict[int, dict[str, Any]]:
+def invitations(stack: ExitStack, axis: Axis, shape: Shape = SHAPE) -> dict[int, dict[str, Any]]:
     """Start a rendezvous for each line along an axis; return each seat's invitation."""
     found = {}
-    for number, line in enumerate(SHAPE.lines(axis)):
+    for number, line in enumerate(shape.lines(axis)):
         server = RendezvousServer("127.0.0.1", size=len(line), peers=["127.0.0.1"])
         port = server.start()
         stack.callback(server.close)
@@ -136,6 +136,22 @@ def invitations(stack: ExitStack, axis: Axis) -> dict[int, dict[str, Any]]:
     return found
 
 
+def told_by(stack: ExitStack, command: Sequence[str], given: Sequence[Any]) -> list[Any]:
+    """Start a process for each of what is given, its number last in its command; return what each prints, as JSON."""
+    processes = []
+    for number, one in enumerate(given):
+        process = subprocess.Popen(
+            [*command, str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, GIVEN: json.dumps(one)},
+        )
+        stack.callback(process.kill)
+        processes.append(process)
+    return [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30)
@@ -151,19 +167,8 @@ def main() -> None:
     command = [sys.executable, "-m", "tests.benchmarks.overlap", *sys.argv[1:]]
     with ExitStack() as stack:
         rings, replicas = invitations(stack, "replica"), invitations(stack, "stage")
-        processes = []
-        for seat in range(SHAPE.size):
-            given = {"replica": rings[seat], "stage": replicas[seat]}
-            process = subprocess.Popen(
-                [*command, "--seat", str(seat)],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=REPOSITORY,
-                env={**os.environ, GIVEN: json.dumps(given)},
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        told = [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
+        given = [{"replica": rings[seat], "stage": replicas[seat]} for seat in range(SHAPE.size)]
+        told = told_by(stack, [*command, "--seat"], given)
     step, exposed, alone = (1000 * max(one[name] for one in told) for name in ("step", "exposed", "alone"))
     print(f"two replicas of two stages, {options.layers} layers of {options.width**2 * 4 >> 20} MiB each")
     print(f"  step {step:.0f} ms; its sums take {alone:.1f} ms alone, and {exposed:.1f} ms after the passes:")

@@ -12,13 +12,10 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +26,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional as F
 
 from raytrain_plus import Task
-from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.training.context import StepContext
@@ -42,13 +39,10 @@ from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
-from tests.benchmarks.overlap import invitation
+from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
 
-REPOSITORY = Path(__file__).parents[2]
 HEAD_DIM, LENGTH, ROWS = 32, 128, 8
-LIMIT_S = 300.0
 CPU = torch.device("cpu")
-GIVEN = "BENCHMARK_INVITATIONS"
 
 
 class Block(nn.Module):
@@ -165,31 +159,8 @@ def main() -> None:
         return
     command = [sys.executable, "-m", "tests.benchmarks.slices", *sys.argv[1:]]
     with ExitStack() as stack:
-        server = RendezvousServer("127.0.0.1", size=options.ranks, peers=["127.0.0.1"])
-        port = server.start()
-        stack.callback(server.close)
-        processes = []
-        for rank in range(options.ranks):
-            given = {
-                "generation": 0,
-                "name": "slices",
-                "rank": rank,
-                "size": options.ranks,
-                "address": "127.0.0.1",
-                "server": ["127.0.0.1", port],
-                "timeout_s": LIMIT_S,
-                "credentials": asdict(server.credentials(rank)),
-            }
-            process = subprocess.Popen(
-                [*command, "--rank", str(rank)],
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=REPOSITORY,
-                env={**os.environ, GIVEN: json.dumps(given)},
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        told = [json.loads(process.communicate(timeout=LIMIT_S)[0].splitlines()[-1]) for process in processes]
+        given = invitations(stack, "tensor_rank", Shape(1, 1, options.ranks))
+        told = told_by(stack, [*command, "--rank"], list(given.values()))
     parameters = options.depth * 12 * options.width**2 / 1e6
     print(f"{options.depth} blocks of width {options.width} ({parameters:.1f} M parameters), {options.ranks} processes")
     rounds = {name: [max(one[name][at] for one in told) for at in range(options.rounds)] for name in ("ours", "torch")}

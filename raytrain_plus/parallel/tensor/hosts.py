@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -38,21 +38,21 @@ class Hosts:
         """Return the link of the slice that this host has."""
         return Link(host, self._count, lambda own, other: self._swapped(host, own, other))
 
-    def run(self, work: Callable[[int], Found]) -> list[Found]:
-        """Return what `work` returns for each host. Raises the first error of one that has not waited in vain."""
+    def run(self, works: Sequence[Callable[[], Found]]) -> list[Found]:
+        """Return what each host's work returns. Raises the first error of one that has not waited in vain."""
         self._boxes = {(one, other): queue.SimpleQueue() for one in self for other in self}
 
-        def of_host(host: int) -> Found:
+        def of_host(host: int, work: Callable[[], Found]) -> Found:
             with self._turn:
                 try:
-                    return work(host)
+                    return work()
                 except BaseException:
                     for other in self:
                         self._boxes[host, other].put(None)
                     raise
 
         with ThreadPoolExecutor(self._count, thread_name_prefix="host of a slice") as pool:
-            running = [pool.submit(of_host, host) for host in self]
+            running = [pool.submit(of_host, host, work) for host, work in enumerate(works)]
             errors = [error for one in running if (error := one.exception()) is not None]
         if errors:
             raise next((error for error in errors if not isinstance(error, Interrupted)), errors[0])

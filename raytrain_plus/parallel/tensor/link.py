@@ -1,4 +1,4 @@
-"""What the slices of a layer exchange: sums in a fixed tree, so that their bits do not depend on who hosts them.
+"""Sum over the slices of a layer in a fixed tree, so that the bits do not depend on which workers host them.
 
 The leaves of the tree are the slices, in order: neighbours are added, then neighbouring pairs, and so on. A worker adds
 up the subtree of the slices that it hosts. Then workers exchange their sums with those at distance 1, 2, 4, ..., and

@@ -16,7 +16,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.plan import Kind
 
@@ -56,9 +55,9 @@ class Column(nn.Module):
     """
 
     def __init__(
-        self, slices: Sequence[Leaf], meeting: Meeting, fused: int, gathers: int, in_features: int, *, keeps: bool
+        self, slices: Sequence[Leaf], meeting: Meeting, fused: int, in_features: int, *, gathers: bool, keeps: bool
     ) -> None:
-        """Compute with `slices`, which have `weight` and `bias`; `gathers`: the job's number of slices, or 0."""
+        """Compute with `slices`, which have `weight` and `bias`."""
         super().__init__()
         # In a tuple: they are modules of the unit to which they belong.
         self._slices = tuple(slices)
@@ -79,7 +78,7 @@ class Column(nn.Module):
         if not (self._gathers or self._keeps):
             return _join(outputs, self._fused)
         self._meeting.end()
-        gathered: torch.Tensor = _Gather.apply(self._meeting.link, self._gathers, self._fused, *outputs)
+        gathered: torch.Tensor = _Gather.apply(self._meeting.link, self._fused, *outputs)
         return gathered
 
 
@@ -161,7 +160,7 @@ class Vocabulary(nn.Module):
 
     def _part(self, given: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
         places = given - start
-        # What no slice has is left to the first or the last one, which refuse it.
+        # The first and the last slice look up numbers outside the vocabulary, too, which raises an error.
         others = torch.zeros_like(places, dtype=torch.bool)
         if start:
             others |= places < 0
@@ -183,19 +182,6 @@ def part_of(weight: torch.Tensor, kind: str, fused: int, number: int, slices: in
         return weight.chunk(slices, 1)[number]
     each = weight.reshape(fused, slices, -1, *weight.shape[1:])[:, number]
     return each.reshape(-1, *weight.shape[1:])
-
-
-def whole_of(parts: Sequence[torch.Tensor], kind: str, fused: int) -> torch.Tensor:
-    """Return a weight or bias, given all its slices in order: the inverse of `part_of`."""
-    if kind == "row":
-        return torch.cat(list(parts), 1)
-    each = torch.stack([part.reshape(fused, -1, *part.shape[1:]) for part in parts], 1)
-    return each.reshape(-1, *parts[0].shape[1:])
-
-
-def own_numbers(slices: int, link: Link) -> range:
-    """Return the slices that a worker with this link hosts."""
-    return hosted_slices(slices, link.rank, link.ranks)
 
 
 def _join(parts: Sequence[torch.Tensor], fused: int) -> torch.Tensor:
@@ -254,15 +240,16 @@ class _Gather(torch.autograd.Function):
     """The outputs of all slices of all workers next to each other."""
 
     @staticmethod
-    def forward(ctx: Any, link: Link, slices: int, fused: int, *parts: torch.Tensor) -> torch.Tensor:
-        ctx.slices, ctx.fused, ctx.count, ctx.first = slices, fused, len(parts), link.rank * len(parts)
+    def forward(ctx: Any, link: Link, fused: int, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.link, ctx.fused, ctx.count = link, fused, len(parts)
         return _joined(link.gather(parts), fused)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        parts = _divided(gradient, ctx.fused, ctx.slices)
-        return None, None, None, *parts[ctx.first : ctx.first + ctx.count]
+        parts = _divided(gradient, ctx.fused, ctx.count * ctx.link.ranks)
+        first = ctx.link.rank * ctx.count
+        return None, None, *parts[first : first + ctx.count]
 
 
 class _Join(torch.autograd.Function):

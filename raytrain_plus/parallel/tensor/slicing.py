@@ -1,4 +1,4 @@
-"""Cut a model's layers into slices, keep the hosted ones, and put whole weights together again."""
+"""Cut a model's layers into slices, and keep the hosted ones; `state.slices` puts weights together again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.units import is_slice, unit_of
+from raytrain_plus.membership.mesh import hosted_slices
+from raytrain_plus.membership.units import is_slice, slice_of_weight, unit_of
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, own_numbers, part_of, whole_of
+from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, part_of
 from raytrain_plus.parallel.tensor.plan import WHERE, Cut, Kind, cuts_of
 from raytrain_plus.torch_compat import has_hooks
 
@@ -55,8 +56,8 @@ def cut_layers(layers: Mapping[str, nn.Module], slicing: Slicing) -> tuple[dict[
     found: dict[str, nn.Module] = {}
     units: dict[str, Leaf] = {}
     for layer, module in layers.items():
-        numbers = own_numbers(slicing.slices, slicing.link)
-        holders = {number: Leaf() for number in numbers}
+        link = slicing.link
+        holders = {number: Leaf() for number in hosted_slices(slicing.slices, link.rank, link.ranks)}
         found[layer] = _cut(layer, module, cuts, slicing, holders)
         for number, holder in holders.items():
             if next(holder.parameters(), None) is not None:
@@ -76,49 +77,27 @@ def tied_slices(tied: Mapping[str, str], slicing: Slicing) -> dict[str, str]:
     """
     found = {}
     for copy, owner in tied.items():
-        modules = [name.rpartition(".")[0] for name in (copy, owner)]
-        cuts = cuts_of(slicing.plan, modules, whole=False)
-        how = [cuts.get(name) for name in modules]
+        how = [_cut_of(name, slicing) for name in (copy, owner)]
         if how == [None, None]:
             found[copy] = owner
             continue
-        if {None if one is None else one.kind for one in how} <= {None, "row"} and copy.endswith(".bias"):
-            # The bias of rows is added once, and not cut.
-            found[copy] = owner
-            continue
-        ways = {None if one is None else (one.kind == "row", one.fused) for one in how}
-        if len(ways) > 1:
+        if len({None if one is None else (one.kind == "row", one.fused) for one in how}) > 1:
             raise TaskError(
                 f"'{copy}' is tied to '{owner}', but the plan does not cut both alike",
                 where=WHERE,
                 expected="colwise for the one and vocab for the other, say",
             )
         for number in range(slicing.slices):
-            found[_of_unit(copy, number)] = _of_unit(owner, number)
+            found[slice_of_weight(copy, number)] = slice_of_weight(owner, number)
     return found
 
 
-def whole_weights(parts: Mapping[str, torch.Tensor], cuts: Mapping[str, tuple[str, int]]) -> dict[str, torch.Tensor]:
-    """Return the parameters of the model that is not cut, by name, given all slices of those that are.
-
-    `cuts`: see `cuts_in`.
-    """
-    found = {name: value for name, value in parts.items() if not is_slice(name.partition(".")[0])}
-    for module, cut in cuts.items():
-        for kind in ("weight", "bias"):
-            name = f"{module}.{kind}"
-            slices: list[torch.Tensor] = []
-            while (slice_name := _of_unit(name, len(slices))) in parts:
-                slices.append(parts[slice_name])
-            if slices:
-                found[name] = whole_of(slices, *cut)
-    return found
-
-
-def _of_unit(name: str, number: int) -> str:
-    """Return the name of a slice of a parameter: see `units`."""
-    layer, dot, rest = name.partition(".")
-    return f"{unit_of(layer, number)}{dot}{rest}"
+def _cut_of(parameter: str, slicing: Slicing) -> Cut | None:
+    """Return how the plan cuts a parameter; None if it does not."""
+    module, _, kind = parameter.rpartition(".")
+    cut = cuts_of(slicing.plan, [module], whole=False).get(module)
+    # The bias of rows is added once, to the sum of the slices.
+    return None if cut is None or (cut.kind, kind) == ("row", "bias") else cut
 
 
 def _full(layer: str, path: str) -> str:
@@ -184,8 +163,7 @@ def _cut_module(
         return Vocabulary(own, list(slices), slicing.link, rows, module.num_embeddings, module.padding_idx)
     if cut.kind == "row":
         return Row(own, meeting, module.bias, module.out_features)
-    gathers = slicing.slices if cut.gathers else 0
-    return Column(own, meeting, cut.fused, gathers, module.in_features, keeps=cut.keeps)
+    return Column(own, meeting, cut.fused, module.in_features, gathers=cut.gathers, keeps=cut.keeps)
 
 
 def _keep(part: Leaf, kind: str, value: torch.Tensor | None, cut: Cut, number: int, slices: int) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 import torch
@@ -18,14 +17,12 @@ from raytrain_plus.layers import (
     rotated,
     transformer_plan,
 )
-from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, cuts_in, whole_weights
+from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers
+from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, whole
 
 WIDTH, HEADS, WORDS = 64, 4, 48
 PLAN = transformer_plan(embed="embed", blocks="block*", head="head")
-
-Found = TypeVar("Found")
 
 
 def layers() -> dict[str, nn.Module]:
@@ -50,23 +47,16 @@ LABELS[0, :3] = -100
 def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = cross_entropy(model(TEXT[:, :-1]), LABELS)
     loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-
-def whole() -> nn.Sequential:
-    made = nn.Sequential()
-    for name, module in layers().items():
-        made.add_module(name, module)
-    return made
+    return loss.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int) -> None:
-    loss, gradients = passed(whole())
+    loss, gradients = passed(in_sequence(layers()))
     model = cut(slices)
     cut_loss, cut_gradients = passed(model)
     torch.testing.assert_close(cut_loss, loss, rtol=1e-6, atol=1e-6)
-    joined = whole_weights(cut_gradients, cuts_in(model))
+    joined = whole(cut_gradients, model)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
@@ -74,18 +64,7 @@ def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
-    def each(link: Link) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return passed(cut(4, link).to(dtype))
-
-    loss, gradients = each(Link())
-    for count in (2, 4):
-        hosts = Hosts(count)
-        seen: dict[str, torch.Tensor] = {}
-        for found, own in hosts.run(lambda host, hosts=hosts: each(hosts.link(host))):
-            assert torch.equal(found, loss)
-            for name, gradient in own.items():
-                assert torch.equal(seen.setdefault(name, gradient), gradient)
-        assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
+    check_bits(lambda link: passed(cut(4, link).to(dtype)))
 
 
 def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
@@ -119,14 +98,11 @@ def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
 
     together = sliced(Link())
     torch.testing.assert_close(together, decoder()["block0"](x), rtol=1e-5, atol=1e-6)
-    hosts = Hosts(4)
-    assert all(torch.equal(one, together) for one in hosts.run(lambda host: sliced(hosts.link(host))))
+    assert all(torch.equal(one, together) for one in hosted(4, sliced))
 
 
 def test_no_host_has_the_scores_of_all_tokens_but_in_evaluations() -> None:
-    hosts = Hosts(4)
-    shapes = hosts.run(lambda host: cut(4, hosts.link(host))(TEXT).shape)
-    assert shapes == [(3, 9, WORDS // 4)] * 4
+    assert hosted(4, lambda link: cut(4, link)(TEXT).shape) == [(3, 9, WORDS // 4)] * 4
 
     def evaluated(link: Link) -> torch.Tensor:
         with torch.no_grad():
@@ -135,8 +111,7 @@ def test_no_host_has_the_scores_of_all_tokens_but_in_evaluations() -> None:
 
     expected = evaluated(Link())
     assert expected.shape == (3, 9, WORDS)
-    hosts = Hosts(4)
-    assert all(torch.equal(found, expected) for found in hosts.run(lambda host: evaluated(hosts.link(host))))
+    assert all(torch.equal(found, expected) for found in hosted(4, evaluated))
 
 
 @pytest.mark.parametrize("wrong", [-1, WORDS])

@@ -21,7 +21,7 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.transport import swapped
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, whole_weights
+from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.task import Task as AnyTask
 from raytrain_plus.training import replica as replica_module
@@ -37,9 +37,10 @@ from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
+from tests.unit.parallel.tensor import hosting
 from tests.unit.training import test_synchronous
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import Ring, RingWorld, Told, control, state_of, tensors_of
+from tests.unit.training.test_synchronous import Ring, RingWorld, Told, check_same, control, state_of, tensors_of
 
 one_computes_at_a_time = test_synchronous.one_computes_at_a_time
 
@@ -203,10 +204,7 @@ def test_the_bits_do_not_depend_on_who_hosts_the_slices(shape: Shape, of_one: To
     for found, _ in told:
         assert found == applied
     for replica in range(shape.replicas):
-        whole = collected(told, shape, replica)
-        assert whole.keys() == state.keys()
-        assert [name for name in state if not torch.equal(state[name], whole[name])] == []
-        assert state_sha256(whole) == state_sha256(state)
+        check_same(collected(told, shape, replica), state)
 
 
 @pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "bf16-params"])
@@ -225,9 +223,9 @@ def test_slices_train_as_the_whole_layers_do(of_one: Told) -> None:
     expected, whole = alone(slices=1)
     assert [one.loss for one in applied] == pytest.approx([one.loss for one in expected], rel=1e-5)
     made = Small()
-    cuts = cuts_in(build_model(made, SEED, CPU, Slicing(made.tensor(), SLICES)).module)
+    model = build_model(made, SEED, CPU, Slicing(made.tensor(), SLICES)).module
     weights = {name.removeprefix("param/"): value for name, value in state.items() if name.startswith("param/")}
-    joined = whole_weights(weights, cuts)
+    joined = hosting.whole(weights, model)
     assert joined.keys() == {name.removeprefix("param/") for name in whole if name.startswith("param/")}
     for name, value in joined.items():
         torch.testing.assert_close(value, whole[f"param/{name}"], rtol=1e-4, atol=1e-5)

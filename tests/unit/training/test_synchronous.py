@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -292,6 +292,13 @@ def collected(told: list[Told], shape: Shape, replica: int) -> dict[str, torch.T
     return whole
 
 
+def check_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that two states have the same tensors, bit for bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert state_sha256(dict(found)) == state_sha256(dict(expected))
+
+
 ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CASES = [
     pytest.param(shape, schedule, marks=() if schedule == "1f1b" or shape == Shape(2, 2) else pytest.mark.slow)
@@ -313,10 +320,7 @@ def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_o
     for found, _ in told:
         assert found == applied
     for replica in range(shape.replicas):
-        whole = collected(told, shape, replica)
-        assert whole.keys() == state.keys()
-        assert [name for name in state if not torch.equal(state[name], whole[name])] == []
-        assert state_sha256(whole) == state_sha256(state)
+        check_same(collected(told, shape, replica), state)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])

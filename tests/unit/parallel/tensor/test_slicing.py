@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,20 +12,16 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import rank_counts
-from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.plan import cuts_of
 from raytrain_plus.parallel.tensor.slicing import (
     CutLayers,
     Slicing,
     cut_layers,
-    cuts_in,
     module_names,
     tied_slices,
-    whole_weights,
 )
-
-Found = TypeVar("Found")
+from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, whole
 
 WIDTH, HEADS, HIDDEN, VOCABULARY = 32, 4, 256, 24
 PLAN = {
@@ -87,62 +83,40 @@ def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The output of a model, and the gradients of its parameters by name."""
     output = model(BATCH)
     (output.float() * torch.linspace(-1, 1, output.numel()).view_as(output)).sum().backward()
-    return output.detach(), {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-
-
-def hosted(count: int, each: Callable[[Link], Found]) -> list[Found]:
-    """What each of so many hosts returns, given its link."""
-    hosts = Hosts(count)
-    return hosts.run(lambda host: each(hosts.link(host)))
+    return output.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_compute_what_the_whole_model_does(slices: int) -> None:
-    whole = nn.Sequential()
-    for name, module in layers().items():
-        whole.add_module(name, module)
-    output, gradients = passed(whole)
-    cut_output, cut_gradients = passed(cut(slices))
+    output, gradients = passed(in_sequence(layers()))
+    model = cut(slices)
+    cut_output, cut_gradients = passed(model)
     torch.testing.assert_close(cut_output, output, rtol=1e-5, atol=1e-6)
-    joined = whole_weights(cut_gradients, cuts_in(cut(slices)))
+    joined = whole(cut_gradients, model)
     assert joined.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_the_weights_of_slices_together_are_the_initial_ones() -> None:
-    made, whole = cut(4), layers()
-    joined = whole_weights(dict(made.named_parameters()), cuts_in(made))
-    expected = {
-        f"{layer}.{name}": value for layer, module in whole.items() for name, value in module.named_parameters()
-    }
+    made, expected = cut(4), dict(in_sequence(layers()).named_parameters())
+    joined = whole(dict(made.named_parameters()), made)
     assert joined.keys() == expected.keys()
     assert all(torch.equal(joined[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
-    def each(link: Link) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return passed(cut(4, link).to(dtype))
-
-    output, gradients = each(Link())
-    for count in (2, 4):
-        seen: dict[str, torch.Tensor] = {}
-        for found, own in hosted(count, each):
-            assert torch.equal(found, output)
-            for name, gradient in own.items():
-                assert torch.equal(seen.setdefault(name, gradient), gradient)
-        assert seen.keys() == gradients.keys()
-        assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
+    check_bits(lambda link: passed(cut(4, link).to(dtype)))
 
 
 def test_each_host_has_its_slices_and_all_have_the_rest() -> None:
-    whole = sum(value.numel() for module in layers().values() for value in module.parameters())
+    all_values = sum(value.numel() for module in layers().values() for value in module.parameters())
     uncut = sum(value.numel() for name, value in cut(4).named_parameters() if "@" not in name)
     for ranks in rank_counts(4):
         for rank in range(ranks):
             names = dict(cut(4, Link(rank, ranks, lambda own, other: own)).named_parameters())
-            assert sum(value.numel() for value in names.values()) == uncut + (whole - uncut) // ranks
+            assert sum(value.numel() for value in names.values()) == uncut + (all_values - uncut) // ranks
 
 
 def exchanges(plan: Mapping[str, str]) -> int:
