@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "") -> dict[str, str]:
+def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "", sequence: bool = False) -> dict[str, str]:
     """Return what `Task.tensor` returns for a model of these layers, by their names, or patterns of them.
 
     `embed`: an `nn.Embedding`; `blocks`: `Block`s with `gated` networks; `head`: a `Head`, whose scores go to
-    `cross_entropy`. What has no name is not cut.
+    `cross_entropy`. What has no name is not cut. `sequence`: between attention and networks, each slice has some of the
+    positions; then all three must be named.
 
     >>> transformer_plan(embed="embed", head="head")
     {'embed': 'vocab', 'head.out': 'colwise_loss'}
@@ -19,7 +20,12 @@ def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "") -> di
         plan |= {f"{blocks}.attention.{name}": "colwise" for name in ("q", "k", "v")}
         plan |= {f"{blocks}.feed_forward.{name}": "colwise" for name in ("gate", "up")}
         plan |= {f"{blocks}.attention.out": "rowwise", f"{blocks}.feed_forward.down": "rowwise"}
-    return {**plan, **({f"{head}.out": "colwise_loss"} if head else {})}
+    if head:
+        plan[f"{head}.out"] = "colwise_loss"
+    if sequence:
+        names = [f"{blocks}.{name}" for name in ("norm1", "norm2", "dropout")] + [f"{head}.norm"]
+        plan |= dict.fromkeys(names, "sequence_parallel")
+    return plan
 
 
 def adapted_plan(plan: Mapping[str, str], blocks: str, of: str = "layers.*") -> dict[str, str]:

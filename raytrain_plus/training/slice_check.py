@@ -60,20 +60,23 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     whole, apart = built(None), [built(Slicing(plan, slices, hosts.link(host))) for host in hosts]
     together = built(Slicing(plan, slices)) if job.reduction == "exact" else None
     given: Tensors | None = None
+    of_hosts: list[Tensors | None] = [None] * slices
     work = _Noting(task, job.seed, technique, batch)
     for number, (name, module) in enumerate(zip(names, whole, strict=True)):
-        layer = partial(_pass, number=number, count=len(names), work=work, given=given)
-        expected = layer(module)
-        parts = [next(one) for one in apart]
+        layer = partial(_pass, number=number, count=len(names), work=work)
+        expected = layer(module, given)
         with _explained(name, slices):
-            found = hosts.run([partial(layer, part) for part in parts])
-        _compare(name, slices, expected, found[0])
+            found = hosts.run([partial(layer, next(one), part) for one, part in zip(apart, of_hosts, strict=True)])
+        _compare(name, slices, expected, found)
         for one in found:
             _compare_metrics(slices, expected.metrics, one.metrics)
+        gradients = hosts.run([one.gradients for one in found])
+        _compare_gradients(slices, expected.gradients(), gradients)
         if together is not None:
-            alone = layer(next(together))
-            _compare_bits(name, alone.bits(), hosts.run([one.bits for one in found]))
+            alone = layer(next(together), given)
+            _compare_bits(name, alone, found, alone.gradients(), gradients)
         given = expected.output
+        of_hosts = [_given_to(host, expected, found) for host in hosts]
 
 
 class _Noting(Alone):
@@ -104,15 +107,14 @@ class _Passed:
         """The tensors of the output."""
         return self.output.values if isinstance(self.output, Tensors) else [self.output]
 
-    def bits(self) -> dict[str, torch.Tensor]:
-        """Run the backward pass; return the output, and the gradients of the weights."""
-        values = {f"output {number}": value.detach() for number, value in enumerate(self.values)}
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Run the backward pass; return the gradients of the weights."""
         backward(self.chunk, self.output)
         named = self.chunk.submod.named_parameters()
-        return values | {name: value.grad for name, value in named if value.grad is not None}
+        return {name: value.grad for name, value in named if value.grad is not None}
 
 
-def _pass(module: nn.Module, *, number: int, count: int, work: _Noting, given: Tensors | None) -> _Passed:
+def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, work: _Noting) -> _Passed:
     """Run the forward pass of a layer."""
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
@@ -132,7 +134,8 @@ def _explained(name: str, slices: int) -> Iterator[None]:
             f"the layer '{name}' cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
             where=WHERE,
             expected=f"code for any number of heads or features, and {slices} slices that divide them",
-            remedy="write view(..., -1, head_dim) where a number of heads stands",
+            remedy="write view(..., -1, head_dim) where a number of heads stands; with sequence_parallel, take the "
+            "length from what a colwise layer returns",
         ) from None
 
 
@@ -150,30 +153,77 @@ def _compare_metrics(slices: int, expected: Mapping[str, float], found: Mapping[
             )
 
 
-def _compare_bits(name: str, alone: Mapping[str, torch.Tensor], apart: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Raise `TaskError` if any of these values of a layer has other bits on hosts of their own."""
+def _own(value: torch.Tensor, like: torch.Tensor, host: int, hosts: int) -> torch.Tensor:
+    """Return what a host has of an output: the whole, or its positions if that is what it has computed."""
+    return value if value.shape == like.shape or value.dim() < 2 else value.chunk(hosts, -2)[host]
+
+
+def _given_to(host: int, expected: _Passed, found: Sequence[_Passed]) -> Tensors | None:
+    """Return what a host's next layer gets of the whole layer's output."""
+    if not isinstance(expected.output, Tensors):
+        return None
+    pairs = zip(expected.values, found[host].values, strict=True)
+    return Tensors([_own(value, like, host, len(found)) for value, like in pairs], expected.output.tree)
+
+
+def _together(found: Sequence[_Passed], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs of all hosts together; those of the first one where each has the whole."""
+    values = zip(*(one.values for one in found), strict=True)
+    return [
+        torch.cat(parts, -2) if parts[0].shape != one.shape and parts[0].dim() > 1 else parts[0]
+        for parts, one in zip(values, like, strict=True)
+    ]
+
+
+def _compare_bits(
+    name: str,
+    alone: _Passed,
+    found: Sequence[_Passed],
+    of_alone: Mapping[str, torch.Tensor],
+    apart: Sequence[Mapping[str, torch.Tensor]],
+) -> None:
+    """Raise `TaskError` if outputs of a layer, or gradients, have other bits on hosts of their own than on one."""
+    outputs = zip(alone.values, _together(found, alone.values), strict=True)
+    others = [f"output {number}" for number, pair in enumerate(outputs) if not torch.equal(*pair)]
+    others += [what for own in apart for what, value in own.items() if not torch.equal(value, of_alone[what])]
+    if others:
+        raise TaskError(
+            f"the layer '{name}' computes other last bits when its slices are hosted apart (first in {others[0]})",
+            where="reduction: exact",
+            expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
+            remedy="use fewer slices or another width, or reduction: ring",
+        )
+
+
+def _compare_gradients(
+    slices: int, expected: Mapping[str, torch.Tensor], apart: Sequence[Mapping[str, torch.Tensor]]
+) -> None:
+    """Raise `TaskError` if a weight that is not cut gets the gradient of some slices only."""
+    largest = max((value.abs().max().item() for value in expected.values() if value.numel()), default=0.0)
     for found in apart:
-        for what, value in found.items():
-            if not torch.equal(value, alone[what]):
+        for name in expected.keys() & found.keys():
+            difference = (expected[name] - found[name]).abs()
+            if difference.numel() and not difference.max().item() <= TOLERANCE * max(largest, 1e-6):
                 raise TaskError(
-                    f"the layer '{name}' computes other last bits when its slices are hosted apart (first in {what})",
-                    where="reduction: exact",
-                    expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
-                    remedy="use fewer slices or another width, or reduction: ring",
+                    f"the gradient of '{name}', which is not cut, differs on a worker with one of {slices} slices: its "
+                    "module computes with some heads or features only",
+                    where=WHERE,
+                    expected="weights outside of what is cut, or in a module that all slices have",
+                    remedy=f"name '{name.rpartition('.')[0]}' in the plan, as replicated_with_grad_allreduce",
                 )
 
 
-def _compare(name: str, slices: int, expected: _Passed, found: _Passed) -> None:
+def _compare(name: str, slices: int, expected: _Passed, found: Sequence[_Passed]) -> None:
     """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
-    if expected.drawn != found.drawn:
+    if expected.drawn != found[0].drawn:
         raise TaskError(
-            f"the layer '{name}' draws random numbers between what is cut colwise and what is cut rowwise; they "
-            "would depend on how many slices a worker hosts",
+            f"the layer '{name}' draws random numbers that would depend on how many slices a worker hosts",
             where=WHERE,
-            expected="no dropout there, such as dropout_p of scaled_dot_product_attention",
+            expected="no dropout between what is cut colwise and what is cut rowwise, such as dropout_p of "
+            "scaled_dot_product_attention; and an nn.Dropout elsewhere as sequence_parallel if the norms are",
             remedy="set it to 0, and keep the dropout after the rowwise layer",
         )
-    for one, other in zip(expected.values, found.values, strict=True):
+    for one, other in zip(expected.values, _together(found, expected.values), strict=True):
         alike = one.shape == other.shape
         largest = one.detach().abs().max().item() if alike and one.numel() else 0.0
         difference = (one - other).detach().abs().max().item() if alike and one.numel() else 0.0

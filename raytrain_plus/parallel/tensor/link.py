@@ -30,13 +30,22 @@ class Link:
 
     def sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum over all slices, given the part of each hosted one."""
-        level = list(parts)
-        while len(level) > 1:
-            level = [first + second for first, second in zip(level[::2], level[1::2], strict=True)]
-        [total] = level
+        total = _subtree(parts)
         for distance in self._distances():
             total = total + self._given(total, distance)
         return total
+
+    def own_of_sum(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this worker's share of the positions (dimension -2) of that sum, with its bits.
+
+        The same tree by recursive halving: at each distance, a worker gives away what the other one's side keeps.
+        """
+        held = dict(enumerate(_subtree(parts).chunk(self.ranks, -2)))
+        for distance in self._distances():
+            away = [held.pop(number) for number in list(held) if (number ^ self.rank) & distance]
+            given = self._given(torch.stack(away), distance)
+            held = {number: one + other for (number, one), other in zip(held.items(), given, strict=True)}
+        return held[self.rank].contiguous()
 
     def largest(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the largest of all slices' numbers, element by element, given those of each hosted one."""
@@ -59,3 +68,10 @@ class Link:
     def _given(self, own: torch.Tensor, distance: int) -> torch.Tensor:
         assert self.exchange is not None, "the workers of a stage are in a world before they compute"
         return self.exchange(own.contiguous(), self.rank ^ distance)
+
+
+def _subtree(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    level = list(parts)
+    while len(level) > 1:
+        level = [first + second for first, second in zip(level[::2], level[1::2], strict=True)]
+    return level[0]

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.plan import Kind
+from raytrain_plus.parallel.tensor.plan import SliceKind
+from raytrain_plus.parallel.tensor.positions import each_slice, gathered, own_of_sum
 
 
 class Leaf(nn.Module):
@@ -28,19 +29,35 @@ class Leaf(nn.Module):
 
 
 class Meeting:
-    """Where the columns of one module meet: those that get the same input share its gradient's sum."""
+    """Where the columns of one module meet: those that get the same input share its gradient's sum.
 
-    def __init__(self, link: Link, count: int) -> None:
+    `divides`: outside of what is cut, a worker has the positions of its slices alone (`positions`). They are gathered
+    for the columns; or, if `enters`, for the module itself, whose code then sees the whole length.
+    """
+
+    def __init__(self, link: Link, count: int, *, divides: bool = False, enters: bool = False) -> None:
         self.link = link
+        self.divides = divides
         self._count = count
+        self._spread = _Spread.apply if enters or not divides else gathered
+        # What a module has gathered is summed over the other workers when it leaves it.
+        self._of = Link() if enters else link
         self._input: torch.Tensor | None = None
         self._copies: tuple[torch.Tensor, ...] = ()
 
     def copies(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a copy of the input for each hosted slice; the gradients of all copies are summed once."""
         if self._input is not given:
-            self._input, self._copies = given, _Spread.apply(given, self._count, self.link)
+            self._input, self._copies = given, self._spread(given, self._count, self._of)
         return self._copies
+
+    def total(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum over all slices, with the bias, given the part of each hosted slice."""
+        if not self.divides:
+            total: torch.Tensor = _Sum.apply(self.link, *parts)
+            return total if bias is None else total + bias
+        total = own_of_sum(parts, self.link)
+        return total if bias is None else each_slice(torch.add, total, [bias], self.link, self._count)
 
     def end(self) -> None:
         """Forget the input: what uses it has been computed."""
@@ -62,7 +79,7 @@ class Column(nn.Module):
         # In a tuple: they are modules of the unit to which they belong.
         self._slices = tuple(slices)
         self._meeting = meeting
-        self.cut: tuple[Kind, int] = ("column", fused)
+        self.cut: tuple[SliceKind, int] = ("column", fused)
         self._fused = fused
         self._gathers = gathers
         self._keeps = keeps
@@ -119,7 +136,7 @@ class Row(nn.Module):
         super().__init__()
         self._slices = tuple(slices)
         self._meeting = meeting
-        self.cut: tuple[Kind, int] = ("row", 1)
+        self.cut: tuple[SliceKind, int] = ("row", 1)
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
         self.out_features = out_features
@@ -129,15 +146,20 @@ class Row(nn.Module):
         self._meeting.end()
         inputs = _Cut.apply(given, len(self._slices))
         parts = [F.linear(one, part.weight) for one, part in zip(inputs, self._slices, strict=True)]
-        total: torch.Tensor = _Sum.apply(self._meeting.link, *parts)
-        return total if self.bias is None else total + self.bias
+        return self._meeting.total(parts, self.bias)
 
 
 class Vocabulary(nn.Module):
     """An embedding whose rows are divided between slices: (...) of integers -> (..., width)."""
 
     def __init__(
-        self, slices: Sequence[Leaf], numbers: Sequence[int], link: Link, rows: int, whole: int, padding: int | None
+        self,
+        slices: Sequence[Leaf],
+        numbers: Sequence[int],
+        meeting: Meeting,
+        rows: int,
+        whole: int,
+        padding: int | None,
     ) -> None:
         """Look up in `slices`, of `rows` rows each, out of `whole`; `numbers`: their places.
 
@@ -145,9 +167,9 @@ class Vocabulary(nn.Module):
         """
         super().__init__()
         self._slices = tuple(slices)
-        self.cut: tuple[Kind, int] = ("vocabulary", 1)
+        self.cut: tuple[SliceKind, int] = ("vocabulary", 1)
         self._starts = [number * rows for number in numbers]
-        self._link = link
+        self._meeting = meeting
         self._rows = rows
         self._whole = whole
         self._padding = padding
@@ -155,8 +177,7 @@ class Vocabulary(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """See the class."""
         parts = [self._part(given, part.weight, start) for part, start in zip(self._slices, self._starts, strict=True)]
-        total: torch.Tensor = _Sum.apply(self._link, *parts)
-        return total
+        return self._meeting.total(parts, None)
 
     def _part(self, given: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
         places = given - start

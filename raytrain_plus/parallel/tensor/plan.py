@@ -14,19 +14,24 @@ from typing import Literal
 
 from raytrain_plus.errors import TaskError
 
-Kind = Literal["column", "row", "vocabulary"]
+SliceKind = Literal["column", "row", "vocabulary"]
+Kind = SliceKind | Literal["replicated"]
 
 WORDS: Mapping[str, Kind] = {
     "colwise": "column",
     "rowwise": "row",
     "vocab": "vocabulary",
     "colwise_loss": "column",
+    "sequence_parallel": "replicated",
     # Transformers' words for the same.
     "packed_colwise": "column",
     "colwise_rep": "column",
     "colwise_gather_output": "column",
     "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": "replicated",
 }
+DIVIDES = "sequence_parallel"
+"""The word of a plan under which, between what is cut, each slice has some of the positions."""
 _GATHERS = ("colwise_rep", "colwise_gather_output")
 _KEEPS = ("colwise_loss",)
 """Words for columns whose outputs stay with their slices, for `layers.cross_entropy`."""
@@ -38,7 +43,7 @@ FUSED = {"qkv": 3, "gate_up": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a module is cut."""
+    """How a module is cut, or `replicated`: each slice has its weights, and some of the positions, or heads."""
 
     kind: Kind
     gathers: bool = False
@@ -47,6 +52,8 @@ class Cut:
     """Whether a column's outputs stay with their slices, and leave the model so."""
     fused: int = 1
     """How many projections a column's weight consists of."""
+    divides: bool = False
+    """Whether a replicated module computes some of the positions, rather than of the heads."""
 
 
 def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = True) -> dict[str, Cut]:
@@ -77,9 +84,12 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
         for name in found:
             if words.setdefault(name, word) != word:
                 raise TaskError(f"the plan cuts '{name}' both by '{words[name]}' and by '{word}'", where=WHERE)
+    replicated = [f"{name}." for name, word in words.items() if WORDS[word] == "replicated"]
     cuts = {}
     for name, word in words.items():
         parent = name.rpartition(".")[0]
+        if (above := next((one for one in replicated if name.startswith(one)), None)) is not None:
+            raise TaskError(f"the plan names '{name}', and '{above[:-1]}', of which it is a part", where=WHERE)
         kind = WORDS[word]
         beside = {WORDS[how] for other, how in words.items() if parent and other.startswith(f"{parent}.")}
         keeps = word in _KEEPS
@@ -92,7 +102,7 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
             )
         fused = next((count for part, count in FUSED.items() if part in name.rpartition(".")[2].lower()), 1)
         column = kind == "column"
-        cuts[name] = Cut(kind, gathers and column, keeps, fused if column else 1)
+        cuts[name] = Cut(kind, gathers and column, keeps, fused if column else 1, word == DIVIDES)
     return cuts
 
 

@@ -13,7 +13,8 @@ from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.units import is_slice, slice_of_weight, unit_of
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, part_of
-from raytrain_plus.parallel.tensor.plan import WHERE, Cut, Kind, cuts_of
+from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, Cut, SliceKind, cuts_of
+from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
 from raytrain_plus.torch_compat import has_hooks
 
 
@@ -27,6 +28,11 @@ class Slicing:
     """The job's number of slices, a power of two."""
     link: Link = field(default_factory=Link)
     """Says which of them are hosted here, and reaches the others."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether a worker has some of the positions only, between what is cut."""
+        return DIVIDES in self.plan.values()
 
 
 class CutLayers(nn.Sequential):
@@ -97,7 +103,7 @@ def _cut_of(parameter: str, slicing: Slicing) -> Cut | None:
     module, _, kind = parameter.rpartition(".")
     cut = cuts_of(slicing.plan, [module], whole=False).get(module)
     # The bias of rows is added once, to the sum of the slices.
-    return None if cut is None or (cut.kind, kind) == ("row", "bias") else cut
+    return None if cut is None or cut.kind == "replicated" or (cut.kind, kind) == ("row", "bias") else cut
 
 
 def _full(layer: str, path: str) -> str:
@@ -119,13 +125,58 @@ def _cut(
         if name not in cuts:
             continue
         parent, _, attribute = path.rpartition(".")
-        meeting = meetings.setdefault(parent, Meeting(slicing.link, len(holders)))
-        slices = {number: _leaf(holder, path) for number, holder in holders.items()}
-        made = _cut_module(name, inner, cuts[name], slicing, slices, meeting)
+        if cuts[name].kind == "replicated":
+            made = _replicated(name, inner, slicing, len(holders))
+        else:
+            meeting = meetings.get(parent)
+            if meeting is None:
+                meeting = _meeting(module, layer, parent, cuts, slicing, len(holders))
+                meetings[parent] = meeting
+            slices = {number: _leaf(holder, path) for number, holder in holders.items()}
+            made = _cut_module(name, inner, cuts[name], slicing, slices, meeting)
         if not path:
-            return made
-        setattr(module.get_submodule(parent), attribute, made)
+            module = made
+        else:
+            setattr(module.get_submodule(parent), attribute, made)
+    if slicing.divides:
+        _check_divided(layer, module)
     return module
+
+
+def _meeting(
+    module: nn.Module, layer: str, path: str, cuts: Mapping[str, Cut], slicing: Slicing, count: int
+) -> Meeting:
+    """Return where the columns of the module at a path of a layer meet."""
+    if not slicing.divides:
+        return Meeting(slicing.link, count)
+    below = [cut for name, cut in cuts.items() if name.startswith(f"{_full(layer, path)}.")]
+    # Its code does not see parts of the positions, because it has none: attention, say, with its norm before it.
+    enters = any(cut.kind == "row" for cut in below) and not any(cut.divides for cut in below)
+    if enters:
+        module.get_submodule(path).register_forward_pre_hook(Entrance(slicing.link), with_kwargs=True)
+    return Meeting(slicing.link, count, divides=True, enters=enters)
+
+
+def _replicated(name: str, module: nn.Module, slicing: Slicing, count: int) -> nn.Module:
+    if type(module) is nn.Dropout and not module.inplace:
+        return DividedDropout(module.p, slicing.link)
+    buffer = next((at for at, _ in module.named_buffers()), None)
+    if buffer is not None or has_hooks(module):
+        what = "hooks" if buffer is None else f"the buffer '{buffer}'"
+        raise TaskError(f"'{name}' has {what}, so slices cannot compute parts of it", where=WHERE)
+    return Replicated(module, slicing.link, count)
+
+
+def _check_divided(layer: str, module: nn.Module) -> None:
+    """Raise `TaskError` if a layer has weights that would only get the gradients of the own positions."""
+    known = {id(value) for one in module.modules() if isinstance(one, (Row, Replicated)) for value in one.parameters()}
+    for path, value in module.named_parameters():
+        if value.requires_grad and id(value) not in known:
+            raise TaskError(
+                f"the plan divides positions between slices, so '{_full(layer, path)}' would see some of them only",
+                where=f"{WHERE}: {DIVIDES}",
+                expected=f"{DIVIDES} for every layer with weights that is not cut",
+            )
 
 
 def _leaf(holder: Leaf, path: str) -> Leaf:
@@ -160,7 +211,7 @@ def _cut_module(
     own = list(slices.values())
     if isinstance(module, nn.Embedding):
         rows = module.num_embeddings // slicing.slices
-        return Vocabulary(own, list(slices), slicing.link, rows, module.num_embeddings, module.padding_idx)
+        return Vocabulary(own, list(slices), meeting, rows, module.num_embeddings, module.padding_idx)
     if cut.kind == "row":
         return Row(own, meeting, module.bias, module.out_features)
     return Column(own, meeting, cut.fused, module.in_features, gathers=cut.gathers, keeps=cut.keeps)
@@ -211,6 +262,6 @@ def _check_unshared(layer: str, module: nn.Module, cuts: Mapping[str, Cut]) -> N
             raise TaskError(f"'{name}' is the same parameter as '{other}', so it cannot be cut", where=WHERE)
 
 
-def cuts_in(module: nn.Module) -> dict[str, tuple[Kind, int]]:
+def cuts_in(module: nn.Module) -> dict[str, tuple[SliceKind, int]]:
     """Return how the modules of a model are cut that have slices, by name: see `state.entry.Cut`."""
     return {name: one.cut for name, one in module.named_modules() if isinstance(one, (Column, Row, Vocabulary))}

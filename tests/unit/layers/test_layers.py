@@ -1,12 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from raytrain_plus.errors import TaskError
 from raytrain_plus.layers import (
     Attention,
     Block,
@@ -19,24 +21,26 @@ from raytrain_plus.layers import (
 )
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers
-from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, whole
+from raytrain_plus.training.footprint import kept_bytes
+from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, noted, whole
 
 WIDTH, HEADS, WORDS = 64, 4, 48
 PLAN = transformer_plan(embed="embed", blocks="block*", head="head")
+DIVIDED = transformer_plan(embed="embed", blocks="block*", head="head", sequence=True)
 
 
 def layers() -> dict[str, nn.Module]:
     torch.manual_seed(3)
     return {
         "embed": nn.Embedding(WORDS, WIDTH),
-        "block0": Block(WIDTH, HEADS, hidden=256, bias=True),
+        "block0": Block(WIDTH, HEADS, hidden=256, bias=True, dropout=0.3),
         "block1": Block(WIDTH, HEADS, kv_heads=4, hidden=256),
         "head": Head(WIDTH, WORDS),
     }
 
 
-def cut(slices: int, link: Link | None = None) -> CutLayers:
-    return CutLayers(*cut_layers(layers(), Slicing(PLAN, slices, link or Link())))
+def cut(slices: int, link: Link | None = None, plan: Mapping[str, str] = PLAN) -> CutLayers:
+    return CutLayers(*cut_layers(layers(), Slicing(plan, slices, link or Link())))
 
 
 TEXT = torch.randint(0, WORDS, (3, 9), generator=torch.Generator().manual_seed(1))
@@ -45,15 +49,17 @@ LABELS[0, :3] = -100
 
 
 def passed(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    torch.manual_seed(4)
     loss = cross_entropy(model(TEXT[:, :-1]), LABELS)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), gradients_of(model)
 
 
+@pytest.mark.parametrize("plan", [PLAN, DIVIDED])
 @pytest.mark.parametrize("slices", [2, 4])
-def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int) -> None:
+def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int, plan: Mapping[str, str]) -> None:
     loss, gradients = passed(in_sequence(layers()))
-    model = cut(slices)
+    model = cut(slices, plan=plan)
     cut_loss, cut_gradients = passed(model)
     torch.testing.assert_close(cut_loss, loss, rtol=1e-6, atol=1e-6)
     joined = whole(cut_gradients, model)
@@ -62,9 +68,52 @@ def test_slices_compute_loss_and_gradients_of_the_whole_model(slices: int) -> No
         torch.testing.assert_close(joined[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("plan", [PLAN, DIVIDED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype) -> None:
-    check_bits(lambda link: passed(cut(4, link).to(dtype)))
+def test_the_bits_do_not_depend_on_who_hosts_the_slices(dtype: torch.dtype, plan: Mapping[str, str]) -> None:
+    check_bits(lambda link: passed(cut(4, link, plan).to(dtype)))
+
+
+def test_a_block_whose_positions_are_divided_gathers_twice_and_sums_twice_in_each_direction() -> None:
+    found = layers()["block1"]
+
+    def each(link: Link) -> list[tuple[int, ...]]:
+        shapes = noted(link)
+        x = torch.ones(3, 8 // link.ranks, WIDTH, requires_grad=True)
+        made = CutLayers(*cut_layers({"block1": copy.deepcopy(found)}, Slicing(DIVIDED, 2, link)))
+        made(x).sum().backward()
+        return shapes
+
+    shapes, other = hosted(2, each)
+    assert shapes == other
+    # One worker sends its four of eight positions each time; the weights of the two norms are summed beside.
+    assert shapes.count((1, 3, 4, WIDTH)) == 4 + 4
+    assert [shape for shape in shapes if shape != (1, 3, 4, WIDTH)] == [(WIDTH,), (WIDTH,)]
+
+
+def test_a_worker_keeps_less_for_the_backward_pass_if_positions_are_divided() -> None:
+    def kept(plan: Mapping[str, str]) -> int:
+        def each(link: Link) -> int:
+            return kept_bytes(lambda: cut(4, link, plan)(TEXT[:, :-1]))
+
+        return max(hosted(4, each))
+
+    whole_input = 3 * 8 * WIDTH * 4
+    # Each of five norms keeps at least its input, of which a worker has a quarter.
+    assert kept(PLAN) - kept(DIVIDED) >= 5 * whole_input * 3 // 4
+
+
+def test_rows_of_a_length_that_slices_do_not_divide_are_refused() -> None:
+    with pytest.raises(
+        TaskError, match=r"(?s)9 positions cannot be divided between 4 slices.*write them with length 8"
+    ):
+        cut(4, plan=DIVIDED)(TEXT)
+
+
+def test_weights_that_would_see_some_positions_only_are_refused() -> None:
+    plan = {name: word for name, word in DIVIDED.items() if name != "block*.norm2"}
+    with pytest.raises(TaskError, match=r"'block0.norm2.weight' would see some of them only"):
+        cut(2, plan=plan)
 
 
 def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
@@ -81,7 +130,7 @@ def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
             self.positions, self.layer = llama.LlamaRotaryEmbedding(config), llama.LlamaDecoderLayer(config, 0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            at = torch.arange(x.shape[1])[None]
+            at = torch.arange(8)[None]
             found: torch.Tensor = self.layer(x, position_embeddings=self.positions(x, at), position_ids=at)
             return found
 
@@ -89,7 +138,7 @@ def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
         torch.manual_seed(0)
         return {"block0": Decoder()}
 
-    x = torch.randn(2, 7, WIDTH)
+    x = torch.randn(2, 8, WIDTH)
     plan = adapted_plan(config.base_model_tp_plan, "block*.layer")
 
     def sliced(link: Link) -> torch.Tensor:
@@ -97,8 +146,21 @@ def test_the_layers_of_transformers_are_cut_by_their_own_plan() -> None:
         return found
 
     together = sliced(Link())
-    torch.testing.assert_close(together, decoder()["block0"](x), rtol=1e-5, atol=1e-6)
+    expected = decoder()["block0"](x)
+    torch.testing.assert_close(together, expected, rtol=1e-5, atol=1e-6)
     assert all(torch.equal(one, together) for one in hosted(4, sliced))
+
+    norms = dict.fromkeys(
+        ("block*.layer.input_layernorm", "block*.layer.post_attention_layernorm"), "sequence_parallel"
+    )
+
+    def divided(link: Link) -> torch.Tensor:
+        own = x.chunk(link.ranks, 1)[link.rank]
+        found: torch.Tensor = CutLayers(*cut_layers(decoder(), Slicing({**plan, **norms}, 4, link)))(own)
+        return found
+
+    torch.testing.assert_close(divided(Link()), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.cat(hosted(4, divided), 1), divided(Link()))
 
 
 def test_no_host_has_the_scores_of_all_tokens_but_in_evaluations() -> None:

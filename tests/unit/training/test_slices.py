@@ -62,11 +62,10 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, _ = x.shape
         heads = HEADS if self.fixed else -1
-        q, k, v = self.qkv(self.norm(x)).view(rows, length, 3, heads, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, heads, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.inner)
-        x = x + self.drop(self.mix(attended.transpose(1, 2).reshape(rows, length, -1)))
+        x = x + self.drop(self.mix(attended.transpose(1, 2).flatten(-2)))
         found: torch.Tensor = x + self.drop(self.down(F.gelu(self.up(x))))
         return found
 
@@ -96,20 +95,27 @@ class Small(Task):
         return F.cross_entropy(model(batch[:, :-1]).reshape(-1, WORDS), batch[:, 1:].reshape(-1))
 
 
+class Divided(Small):
+    """Its norms and dropouts compute some of the positions for each slice."""
+
+    def tensor(self) -> Mapping[str, str]:
+        return {**super().tensor(), "block*.norm": "sequence_parallel", "block*.drop": "sequence_parallel"}
+
+
 def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
     """Two microbatches for each shard; without data for a worker that reads none."""
     made: dict[int, list[Microbatch]] = {}
     for shard in hosted:
         draw = torch.Generator().manual_seed(1000 * step + shard)
         for index in range(2):
-            batch = torch.randint(0, WORDS, (3, 8), generator=draw) if data else None
+            batch = torch.randint(0, WORDS, (3, 9), generator=draw) if data else None
             made.setdefault(shard, []).append(Microbatch(batch, 3, start=step * 6, ids=100 * step + 10 * shard + index))
     return made
 
 
-def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN) -> Told:
+def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN, task: type[Small] = Small) -> Told:
     """One worker's results; it hosts all slices."""
-    made = Small()
+    made = task()
     slicing = Slicing(made.tensor(), slices) if slices > 1 else None
     one = whole_steps(state_of(made, [build_model(made, SEED, CPU, slicing)], exact, technique))
     applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
@@ -119,7 +125,7 @@ def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN
 CHUNKS = {1: [["embed", "block0", "block1", "head"]], 2: [["embed", "block0"], ["block1", "head"]]}
 
 
-def together(shape: Shape, exact: bool = True, technique: Technique = PLAIN) -> list[Told]:
+def together(shape: Shape, exact: bool = True, technique: Technique = PLAIN, task: type[Small] = Small) -> list[Told]:
     """The results of each worker of a group."""
     chunks, lines = CHUNKS[shape.stages], shape.lines("replica")
     rings = {seat: ring for line in lines for ring in [Ring(shape.replicas)] for seat in line}
@@ -128,7 +134,7 @@ def together(shape: Shape, exact: bool = True, technique: Technique = PLAIN) -> 
     where = {name: stage for stage, names in enumerate(chunks) for name in names}
 
     def worker(seat: int) -> Told:
-        stage, made = shape.stage(seat), Small()
+        stage, made = shape.stage(seat), task()
         link = Link(stage.rank, stage.ranks)
         with COMPUTES:
             built = build_chunks(made, SEED, CPU, [chunks[stage.number]], Slicing(made.tensor(), SLICES, link))
@@ -218,11 +224,30 @@ def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
     assert [key for key in state if not torch.equal(state[key], whole[key])] == []
 
 
-def test_slices_train_as_the_whole_layers_do(of_one: Told) -> None:
-    applied, state = of_one
+@pytest.mark.parametrize(
+    ("shape", "technique"),
+    [
+        (Shape(2, 2, 2), PLAIN),
+        (Shape(1, 1, 4), Technique(Precision("bf16"), "full")),
+        pytest.param(Shape(2, 1, 4), PLAIN, marks=pytest.mark.slow),
+        pytest.param(Shape(1, 2, 2), Technique(Precision("fp16")), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_so_it_is_with_positions_that_are_divided(shape: Shape, technique: Technique) -> None:
+    applied, state = alone(technique=technique, task=Divided)
+    told = together(shape, technique=technique, task=Divided)
+    assert all(found == applied for found, _ in told)
+    for replica in range(shape.replicas):
+        check_same(collected(told, shape, replica), state)
+
+
+@pytest.mark.parametrize("task", [Small, Divided])
+def test_slices_train_as_the_whole_layers_do(task: type[Small]) -> None:
+    applied, state = alone(task=task)
     expected, whole = alone(slices=1)
     assert [one.loss for one in applied] == pytest.approx([one.loss for one in expected], rel=1e-5)
-    made = Small()
+    made = task()
     model = build_model(made, SEED, CPU, Slicing(made.tensor(), SLICES)).module
     weights = {name.removeprefix("param/"): value for name, value in state.items() if name.startswith("param/")}
     joined = hosting.whole(weights, model)
@@ -262,9 +287,41 @@ def checked(task: AnyTask, slices: int = SLICES, reduction: Any = "ring") -> Non
     check_slices(job, task, CPU, batches(0, (0,))[0][0])
 
 
+class Normed(Small):
+    """Normalizes the heads that a slice has, by weights that all share; `named`: the plan says so."""
+
+    def __init__(self, named: bool = True) -> None:
+        super().__init__()
+        self.named = named
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Queries(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.heads = nn.RMSNorm(WIDTH // HEADS)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                heads = self.heads(self.qkv(self.norm(x)).unflatten(-1, (3, -1, WIDTH // HEADS)).select(-3, 0))
+                found: torch.Tensor = x + self.mix(heads.flatten(-2))
+                return found
+
+        return {**super().layers(), "block1": Queries}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {**super().tensor(), **({"block1.heads": "replicated_with_grad_allreduce"} if self.named else {})}
+
+
+@pytest.mark.parametrize("task", [Small(), Divided(), Normed()], ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize("reduction", ["ring", "exact"])
-def test_a_plan_that_fits_passes_the_check(reduction: str) -> None:
-    checked(Small(), reduction=reduction)
+def test_a_plan_that_fits_passes_the_check(reduction: str, task: Small) -> None:
+    checked(task, reduction=reduction)
+
+
+class Undrawn(Divided):
+    """Its dropouts draw for the positions that are here."""
+
+    def tensor(self) -> Mapping[str, str]:
+        return {name: word for name, word in super().tensor().items() if name != "block*.drop"}
 
 
 class Narrow(Small):
@@ -322,8 +379,10 @@ class Misplaced(Small):
 @pytest.mark.parametrize(
     ("task", "slices", "what"),
     [
-        (Small(fixed=True), 2, "the layer 'block0' cannot compute with one of 2 slices: RuntimeError: shape"),
-        (Small(inner=0.1), 2, "the layer 'block0' draws random numbers between what is cut"),
+        (Small(fixed=True), 2, "the layer 'block0' cannot compute with one of 2 slices: RuntimeError: unflatten"),
+        (Small(inner=0.1), 2, "the layer 'block0' draws random numbers that would depend on how many slices"),
+        (Undrawn(), 2, "the layer 'block0' draws random numbers that would depend on how many slices"),
+        (Normed(named=False), 2, "the gradient of 'block1.heads.weight', which is not cut, differs on a worker with"),
         (Small(), 8, "cannot compute with one of 8 slices"),
         (Small(), 16, "'embed' has 24 rows, which 16 slices do not divide"),
         (Unplanned(), 2, "Unplanned.tensor() names nothing to cut"),

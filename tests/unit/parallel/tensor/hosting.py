@@ -40,6 +40,20 @@ def check_bits(each: Callable[[Link], Passed]) -> None:
         assert all(torch.equal(seen[name], gradient) for name, gradient in gradients.items())
 
 
+def noted(link: Link) -> list[tuple[int, ...]]:
+    """The shapes of what this host will exchange."""
+    shapes: list[tuple[int, ...]] = []
+    exchange = link.exchange
+
+    def noting(own: torch.Tensor, other: int) -> torch.Tensor:
+        assert exchange is not None, "there are several hosts"
+        shapes.append(tuple(own.shape))
+        return exchange(own, other)
+
+    link.exchange = noting
+    return shapes
+
+
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients of the parameters by name."""
     return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
