@@ -8,18 +8,18 @@ from __future__ import annotations
 import io
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytrain_plus.cli_answer import Answer, ended, failure, print_document, stdout_apart, view_of, wants_json
+from raytrain_plus.cli_answer import Answer, answered, ended, failure, json_option, reported, view_of
 from raytrain_plus.cli_begin import data, init, install_horovod, new_job
 from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.errors import InputError, RaytrainError, first_line
+from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.install.missing_package import missing_package
 from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.ray_address import is_dashboard
@@ -66,7 +66,7 @@ for _verb in (init, new_job, data, install_horovod):
 
 _job = click.argument("job")
 _set = click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
+_fresh = click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
 _detach = click.option("--detach", is_flag=True, help="Return once training has started; the run goes on by itself.")
 _quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summary and errors.")
 
@@ -75,10 +75,10 @@ _quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summar
 @_job
 @_set
 @click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray for this run.")
-@click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
+@_fresh
 @_detach
 @_quiet
-@_json
+@json_option
 def run(
     job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, quiet: bool, as_json: bool
 ) -> int | Answer:
@@ -121,9 +121,9 @@ def _began(handle: Handle, view: ProgressView | None, as_json: bool) -> int | An
 @_job
 @_set
 @click.option("--address", help="Dashboard URL (http://HOST:8265). Default: RAY_ADDRESS, else this machine's.")
-@click.option("--fresh", is_flag=True, help="Move an earlier run of this name aside and start over.")
+@_fresh
 @click.option("-f", "--follow", is_flag=True, help="Print the run's output until it ends; exit with its exit code.")
-@_json
+@json_option
 def submit(
     job: str, overrides: Sequence[str], address: str | None, fresh: bool, follow: bool, as_json: bool
 ) -> int | Answer:
@@ -156,7 +156,7 @@ _storage = click.option(
 )
 @_detach
 @_quiet
-@_json
+@json_option
 def resume(
     run: str, storage: str, overrides: Sequence[str], address: str | None, detach: bool, quiet: bool, as_json: bool
 ) -> int | Answer:
@@ -187,7 +187,7 @@ _dashboard = click.option(
 @_storage
 @_dashboard
 @_quiet
-@_json
+@json_option
 def attach(run: str, storage: str, address: str | None, quiet: bool, as_json: bool) -> int | Answer:
     """Follow a run until it ends. RUN: a folder, an address, or a name.
 
@@ -285,7 +285,7 @@ def rescale(
 @click.argument("run", required=False)
 @_storage
 @_dashboard
-@_json
+@json_option
 def status(run: str | None, storage: str, address: str | None, as_json: bool) -> int | Answer:
     """Show the state, steps and checkpoints of a run.
 
@@ -296,17 +296,17 @@ def status(run: str | None, storage: str, address: str | None, as_json: bool) ->
             raise click.UsageError("--address needs a run.")
         from raytrain_plus.runs.status import listed
 
-        return _reported(*listed(storage), 0, as_json)
+        return reported(*listed(storage), 0, as_json)
     address = asked_cluster(run, storage, address)
     if address is not None:
         job = jobs_at(address).status(run)
         lines = [f"{run}: {job['state']} (job {job['job']})", f"  {job['newest']}"]
-        return _reported(job, lines, 0, as_json)
+        return reported(job, lines, 0, as_json)
     from raytrain_plus.runs.folder import find_run
     from raytrain_plus.runs.status import status
 
     found = status(find_run(run, storage))
-    return _reported(found.to_json(), found.lines(), 0, as_json)
+    return reported(found.to_json(), found.lines(), 0, as_json)
 
 
 @cli.command()
@@ -342,7 +342,7 @@ def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind:
 @_set
 @click.option("--cluster", help="File for `ray up` or KubeRay: check that the job's workers fit on its machines.")
 @click.option("--no-run", is_flag=True, help="Do not prepare data and run the task on one batch.")
-@_json
+@json_option
 def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bool, as_json: bool) -> int | Answer:
     """Check a job and its data, and try its task on one batch. JOB: path of the job file."""
     from raytrain_plus.job.yaml import load_job
@@ -358,7 +358,7 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bo
     document, lines = report.to_json(), report.lines()
     if found is not None:
         document, lines = {**document, "cluster": found.to_json()}, [*lines, *found.lines()]
-    return _reported(document, lines, 0, as_json)
+    return reported(document, lines, 0, as_json)
 
 
 @cli.command()
@@ -368,7 +368,7 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bo
 @click.option("--kill", "kills", default=0, help="Workers to kill in each run with more than one worker.")
 @click.option("--steps", default=20, show_default=True, help="Steps to run.")
 @click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray.")
-@_json
+@json_option
 def verify(
     job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
 ) -> int | Answer:
@@ -395,24 +395,24 @@ def verify(
         roots=roots,
         tell=(lambda line: None) if as_json else (lambda line: click.echo(line, err=True)),
     )
-    return _reported(comparison.to_json(), comparison.lines(), 0 if comparison.agree else 1, as_json)
+    return reported(comparison.to_json(), comparison.lines(), 0 if comparison.agree else 1, as_json)
 
 
 @cli.command()
 @_run
 @_storage
-@_json
+@json_option
 def audit(run: str, storage: str, as_json: bool) -> int | Answer:
     """Check which rows a run used never, once, or repeatedly. RUN: a folder, an address, or a name."""
     from raytrain_plus.data.audit import audit
     from raytrain_plus.runs.folder import find_run
 
     found = audit(find_run(run, storage).address)
-    return _reported(found.to_json(), found.lines(), 0 if found.clean else 1, as_json)
+    return reported(found.to_json(), found.lines(), 0 if found.clean else 1, as_json)
 
 
 @cli.command()
-@_json
+@json_option
 def doctor(as_json: bool) -> int | Answer:
     """Check the environment and suggest fixes."""
     from raytrain_plus.install.doctor import checks
@@ -420,7 +420,7 @@ def doctor(as_json: bool) -> int | Answer:
     found = checks()
     document = {"checks": [{name: getattr(check, name) for name in check.__slots__} for check in found]}
     lines = [line for check in found for line in check.lines()]
-    return _reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
+    return reported(document, lines, int(any(check.status == "FAIL" for check in found)), as_json)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -436,20 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _answered(words: Sequence[str]) -> int:
     """Run a command, print its answer if JSON is requested, and return its exit code."""
-
-    def call() -> Any:
-        return cli.main(args=list(words), standalone_mode=False)
-
-    if not wants_json(words):
-        return _guarded(call).code
-    try:
-        with stdout_apart() as stream:
-            answer = _guarded(call)
-            if answer.document is not None:
-                print_document(answer.document, stream)
-    except OSError as error:
-        return _say(f"standard output cannot be written: {first_line(error)}", 1)
-    return answer.code
+    return answered(words, lambda: _guarded(lambda: cli.main(args=list(words), standalone_mode=False)))
 
 
 def _guarded(call: Callable[[], Any]) -> Answer:
@@ -481,14 +468,6 @@ def _guarded(call: Callable[[], Any]) -> Answer:
         )
         return _failed(bug, 1, bug_report(error))
     return ended if isinstance(ended, Answer) else Answer(ended if isinstance(ended, int) else 0)
-
-
-def _reported(document: Mapping[str, Any], lines: Sequence[str], code: int, as_json: bool) -> int | Answer:
-    """Return the answer of a command that reports something; print the lines unless JSON is requested."""
-    if as_json:
-        return Answer(code, document)
-    click.echo("\n".join(lines))
-    return code
 
 
 def _failed(error: RaytrainError | str, code: int, shown: str | None = None) -> Answer:

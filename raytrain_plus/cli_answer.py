@@ -6,16 +6,22 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from raytrain_plus.errors import InputError, JobError, RaytrainError
+import click
+
+from raytrain_plus.errors import InputError, JobError, RaytrainError, first_line
 from raytrain_plus.result import Result
 from raytrain_plus.storage.json_text import json_text
 
 if TYPE_CHECKING:
     from raytrain_plus.observe.progress import ProgressView
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
+)
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _COMMAND = re.compile(r"; ((?:resume with|follow it again with|see): [^\n]+)$")
@@ -57,6 +63,14 @@ def ended(result: Result, as_json: bool) -> int | Answer:
     return answer_of(result)
 
 
+def reported(document: Mapping[str, Any], lines: Sequence[str], code: int, as_json: bool) -> int | Answer:
+    """Return the answer of a command that reports something; print the lines unless JSON is requested."""
+    if as_json:
+        return Answer(code, document)
+    click.echo("\n".join(lines))
+    return code
+
+
 def failure(error: RaytrainError | str, code: int) -> Answer:
     """Return the answer of a command that has no result to print."""
     status = {1: "failed", 2: "invalid"}.get(code, "interrupted")
@@ -95,6 +109,21 @@ def _without_frames(text: str) -> tuple[str, str]:
     # A message of several lines comes twice: after the frames, and in the sentence about it.
     first = next((number for number, line in enumerate(lines) if raised in line), 0)
     return "\n".join(lines[first:]) or raised, f"{last[1]}, line {last[2]}"
+
+
+def answered(words: Sequence[str], call: Callable[[], Answer]) -> int:
+    """Call the command with these words, print its answer if JSON is requested, and return its exit code."""
+    if not wants_json(words):
+        return call().code
+    try:
+        with stdout_apart() as stream:
+            answer = call()
+            if answer.document is not None:
+                print_document(answer.document, stream)
+    except OSError as error:
+        click.echo(f"standard output cannot be written: {first_line(error)}", err=True)
+        return 1
+    return answer.code
 
 
 def wants_json(words: Sequence[str]) -> bool:

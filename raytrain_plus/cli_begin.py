@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from raytrain_plus.begin.catalogue import TEMPLATES
-from raytrain_plus.cli_answer import Answer
+from raytrain_plus.cli_answer import Answer, json_option, reported
 
 
 @click.command()
@@ -44,17 +44,14 @@ def new_job(task: str, data: str | None, to: Path | None) -> int:
 @click.command()
 @click.argument("job")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a setting of the job file.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout.")
+@json_option
 def data(job: str, overrides: Sequence[str], as_json: bool) -> int | Answer:
     """Show what a run of a job would read: rows, columns, values. JOB: path of the job file."""
     from raytrain_plus.checks.data_report import data_report
     from raytrain_plus.job.yaml import load_job
 
     report = data_report(*load_job(job, overrides))
-    if as_json:
-        return Answer(0, report.to_json())
-    click.echo("\n".join(report.lines()))
-    return 0
+    return reported(report.to_json(), report.lines(), 0, as_json)
 
 
 @click.command("install-horovod")

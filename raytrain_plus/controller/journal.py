@@ -373,31 +373,34 @@ class Journal:
         error = error and without_credentials(error)
         if status == "finished":
             self._recovered(self._incidents.ended(self._clock()))
-        sha = export.state_sha256 if export else None
-        saved: dict[str, Any] = {"saved_step": None if self._newest < 0 else self._newest, "unsaved": unsaved}
         result = self._totals.result(
             name=name,
             status=status,
             path=self._run.path or self._run.address,
             metrics=self._metrics[max(self._metrics)] if self._metrics else {},
-            state_sha256=sha,
+            state_sha256=export.state_sha256 if export else None,
             error=error,
             show=export.show if export else None,
             began=began,
             bubble=self._bubble.share,
             ended=self._clock(),
         )
+        saved = None if self._newest < 0 else self._newest
         profile = self._profile.to_json(self.committed)
-        result = replace(result, **saved, stopped_early=stopped_early, profile=profile)
+        result = replace(result, saved_step=saved, unsaved=unsaved, stopped_early=stopped_early, profile=profile)
         if export is not None:
             result = replace(result, model_step=export.step, model_metrics=self.metrics(export.step))
-        if not self.opened:
-            return result
+        if self.opened:
+            self._write_end(result)
+        return result
+
+    def _write_end(self, result: Result) -> None:
+        """Write what the run has made, then its last event, and then its result."""
 
         def made() -> None:
             self.check_fence()
-            if profile is not None:
-                self._run.write(f"{PROFILE}/summary.json", [json.dumps(profile, indent=1).encode() + b"\n"])
+            if result.profile is not None:
+                self._run.write(f"{PROFILE}/summary.json", [json.dumps(result.profile, indent=1).encode() + b"\n"])
             # The task's callbacks read the events.
             self._outlets.settle()
 
@@ -411,15 +414,15 @@ class Journal:
         self._tell_news(last=True)
         self._tell(
             "run_finished",
-            status=status,
-            error=error,
-            steps=self._totals.steps,
-            samples=self._totals.samples,
-            state_sha256=sha,
-            **saved,
+            status=result.status,
+            error=result.error,
+            steps=result.steps,
+            samples=result.samples,
+            state_sha256=result.state_sha256,
+            saved_step=result.saved_step,
+            unsaved=result.unsaved,
         )
         self._last_writes.write(over, self._newest)
-        return result
 
     def _draw(self, step: int, drawing: Drawing) -> None:
         title = f"step {step + 1}, generation {self.generation}"

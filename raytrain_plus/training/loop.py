@@ -157,52 +157,25 @@ def train(
     weights that others changed in the step before `first_step`.
     Raises `Interrupted` if the group changes.
     """
-    context = _context_of(world, control, timeouts, feed, saving, copying)
-    boundary = _Boundary(
-        of=steps,
-        context=context,
+    training = _Training(
+        steps=steps,
+        feed=feed,
+        context=_context_of(world, control, timeouts, feed, saving, copying),
         hosted=hosted,
         shards=shards,
         end=end,
         evaluation=evaluation,
         evaluated=evaluated,
+        stopping=stopping,
         timeouts=timeouts,
         saving=saving,
         copying=copying,
         tell=tell,
+        profiling=profiling,
     )
     if incomplete:
-        steps.complete(context)
-    boundary.copy(first_step - 1, copying.ready())
-    stopping.add(first_step - 1, boundary.evaluate(first_step - 1))
-    step, spread_s = first_step, 0.0
-    while step < end and not stopping.over:
-        limit_s = timeouts.first_step_s if step == first_step else timeouts.step_s
-        together = range(step, last_together(step, end, steps.every, evaluation, saving) + 1)
-        with profiling(together, context) as watched:
-            control.set_limit(limit_s)
-            data, start = _Data(feed, control, limit_s), time.monotonic()
-            applied = steps.make(together, data.batches, watched)
-            seconds = spread_s + time.monotonic() - start
-        bars, drawn = steps.passes.bars, first_step + DRAWN in together
-        for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
-            tell(record)
-        # Reported first: the step is applied, whether or not others live to send what they have changed. The time
-        # counts in the next step.
-        start = time.monotonic()
-        steps.complete(context)
-        spread_s = time.monotonic() - start
-        step, flags = together[-1], applied[-1].flags
-        boundary.copy(step, not flags.uncopied)
-        metrics = boundary.evaluate(step)
-        stopping.add(step, metrics)
-        if step + 1 < end and not stopping.over:
-            # The final state is saved when the run ends.
-            boundary.save(step, metrics, flags, must=stopping.keeps(step))
-            if flags.pause:
-                return "paused"
-        step += 1
-    return "finished"
+        steps.complete(training.context)
+    return training.run(first_step)
 
 
 def _context_of(
@@ -222,20 +195,57 @@ def _context_of(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Boundary:
-    """What happens between two steps: copies of the state, evaluations and checkpoints. See `train`."""
+class _Training:
+    """The steps of a generation, and what happens between them: copies, evaluations, checkpoints. See `train`."""
 
-    of: Steps
+    steps: Steps
+    feed: Feed
     context: StepContext
     hosted: Sequence[int]
     shards: int
     end: int
     evaluation: Evaluation | None
     evaluated: int
+    stopping: Stopping
     timeouts: StepTimeouts
     saving: CheckpointWriter
     copying: Copying
     tell: Callable[[StepRecord | Evaluated], None]
+    profiling: Profiling
+
+    def run(self, first_step: int) -> Literal["paused", "finished"]:
+        """Do what is due before `first_step`, and make the steps from it on."""
+        steps, context, control, stopping = self.steps, self.context, self.context.control, self.stopping
+        self.copy(first_step - 1, self.copying.ready())
+        stopping.add(first_step - 1, self.evaluate(first_step - 1))
+        step, spread_s = first_step, 0.0
+        while step < self.end and not stopping.over:
+            limit_s = self.timeouts.first_step_s if step == first_step else self.timeouts.step_s
+            together = range(step, last_together(step, self.end, steps.every, self.evaluation, self.saving) + 1)
+            with self.profiling(together, context) as watched:
+                control.set_limit(limit_s)
+                data, start = _Data(self.feed, control, limit_s), time.monotonic()
+                applied = steps.make(together, data.batches, watched)
+                seconds = spread_s + time.monotonic() - start
+            bars, drawn = steps.passes.bars, first_step + DRAWN in together
+            for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
+                self.tell(record)
+            # Reported first: the step is applied, whether or not others live to send what they have changed. The time
+            # counts in the next step.
+            start = time.monotonic()
+            steps.complete(context)
+            spread_s = time.monotonic() - start
+            step, flags = together[-1], applied[-1].flags
+            self.copy(step, not flags.uncopied)
+            metrics = self.evaluate(step)
+            stopping.add(step, metrics)
+            if step + 1 < self.end and not stopping.over:
+                # The final state is saved when the run ends.
+                self.save(step, metrics, flags, must=stopping.keeps(step))
+                if flags.pause:
+                    return "paused"
+            step += 1
+        return "finished"
 
     def copy(self, step: int, able: bool) -> None:
         """Copy the state after `step` if a copy is due and all members are `able` to make one."""
@@ -254,7 +264,7 @@ class _Boundary:
         self.context.control.enter("data")
         batches = self.evaluation.batches
         metrics = evaluate(
-            self.of.state, self.of.passes, batches, self.hosted, self.context, shards=self.shards, step=step
+            self.steps.state, self.steps.passes, batches, self.hosted, self.context, shards=self.shards, step=step
         )
         self.tell(Evaluated(step=step, metrics=metrics))
         return metrics

@@ -93,13 +93,13 @@ class TrainState:
         Raises `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
+        self.division, self._rebuild, self._clip_norm = division, rebuild, clip_norm
         self.link = link or Link()
         """Reaches the workers that host the other slices of these layers."""
         self.tied: Mapping[str, str] = {}
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
-        self._rebuild = rebuild
         self.parts = make_parts(
             task,
             self._noted(built if rebuild is None else rebuild()),
@@ -112,32 +112,30 @@ class TrainState:
             technique=technique,
             gathered=rebuild is not None,
         )
-        named = [pair for part in self.parts for pair in part.parameters]
-        masters = {name: value for part in self.parts for name, value in part.masters.items()}
-        self.division = division
-        undivided = () if division is None else division.undivided
-        trained = [(name, value) for name, value in named if value.requires_grad]
-        self.trained = Trained(
-            trained,
-            masters,
-            undivided,
-            gathered=rebuild is not None,
-            copies=StateCopies(device) if technique.offloads else None,
-        )
+        self.trained = self._trained()
         """The weights that the optimizer changes here."""
-        self.optimizer: torch.optim.Optimizer | None = None
-        """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self._build_optimizer()
+        self.sums = self._sums(exact, make_wire)
+        """The sums of the step that is being computed, or is held."""
+        self._frozen = [pair for part in self.parts for pair in part.parameters if not pair[1].requires_grad]
+        self._persistent = [
+            name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
+        ]
+        self._copies = StateCopies(device)
+        self._before_first_step(shard_rows)
+        self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
+
+    def _before_first_step(self, shard_rows: int) -> None:
+        """Set what steps change beside the model and its optimizer, as it is before the first one."""
+        self.last_applied: int | None = -1
+        """The last applied step; None while the state is partially applied, also after an incomplete change."""
+        self._held: Summed | None = None
+        self._ended: int | None = None
+        """The last of overlapping steps that are complete here, and not known to be complete everywhere."""
         self.exchange: Spread | None = None
         """Brings weights that other workers change here; None in a generation whose members change all alike."""
         self._spread_at: int | None = -1
         """The last step after which the weights of all rows were here, those of other workers too."""
-        self.gathered: Gathered | None = None
-        """The weights of layers that have memory only while their layer computes; None if all have memory."""
-        self.sums = self._sums(exact, make_wire)
-        """The sums of the step that is being computed, or is held."""
-        self.last_applied: int | None = -1
-        """The last applied step; None while the state is partially applied, also after an incomplete change."""
         self.squares: dict[str, float] = {}
         """Squared gradient norms of all parameters of the model in the last applied step.
 
@@ -147,18 +145,8 @@ class TrainState:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
-        if technique.precision.scales_loss:
+        if self.technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
-        self._copies = StateCopies(device)
-        self._clip_norm = clip_norm
-        self._frozen = [(name, value) for name, value in named if not value.requires_grad]
-        self._persistent = [
-            name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
-        ]
-        self._held: Summed | None = None
-        self._ended: int | None = None
-        """The last of overlapping steps that are complete here, and not known to be complete everywhere."""
-        self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
 
     @property
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -423,8 +411,20 @@ class TrainState:
                 self.allowed |= frozenset(not_finite(named))
             yield one
 
+    def _trained(self) -> Trained:
+        """Return the trained weights of all parts."""
+        return Trained(
+            [pair for part in self.parts for pair in part.parameters if pair[1].requires_grad],
+            {name: value for part in self.parts for name, value in part.masters.items()},
+            () if self.division is None else self.division.undivided,
+            gathered=self._rebuild is not None,
+            copies=StateCopies(self.device) if self.technique.offloads else None,
+        )
+
     def _sums(self, exact: bool, make_wire: MakeWire) -> StepSums:
         """Return the sums of a step, and prepare the gathering of weights if they are to be gathered."""
+        self.gathered: Gathered | None = None
+        """The weights of layers that have memory only while their layer computes; None if all have memory."""
         if self._rebuild is None:
             return StepSums(self.parts, self.trained, self.tied, shards=self.shards, device=self.device)
         trained = self.trained
@@ -440,7 +440,8 @@ class TrainState:
         named, decay = self.named, self.technique.decay
         # Rows and slices have the names of their weights, by which a task may choose their group.
         known = [(whole_weight(weight_of(name)), value) for name, value in named]
-        self.optimizer = self.task.optimizer(known) if named else None
+        self.optimizer: torch.optim.Optimizer | None = self.task.optimizer(known) if named else None
+        """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
         modules = [part.module for part in self.parts]
         self._averages = None if decay is None else Averages(named, modules, decay)

@@ -55,7 +55,7 @@ from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.slice_check import check_slices
 from raytrain_plus.training.state_size import StateSize
-from raytrain_plus.training.step import UNDEFINED
+from raytrain_plus.training.step import UNDEFINED, SynchronousSteps
 from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
@@ -216,15 +216,7 @@ def try_whole(
             remarks.append(f"a microbatch of {wanted:,} rows takes long, so one of {count:,} rows was tried")
     batch = _batch(job, task, rows, count)
     start = time.monotonic()
-    try:
-        with explained(job, task, batch.batch):
-            if steps.run(0, {0: [batch]}, _context()).skipped:
-                remarks.append("the first microbatch gives a loss or gradients that are not all finite")
-    except TaskError as error:
-        # Other microbatches of a step may have a weight.
-        if not error.what.endswith(UNDEFINED):
-            raise
-        remarks.append("the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried")
+    remarks += _first_step(job, task, steps, batch)
     seconds = time.monotonic() - start
     remarks += _uncompiled(job)
     metrics = {}
@@ -244,6 +236,19 @@ def try_whole(
         remarks=tuple(remarks),
         initial=initial,
     )
+
+
+def _first_step(job: Job, task: Task, steps: SynchronousSteps, batch: Microbatch) -> list[str]:
+    """Make a step of one microbatch; return remarks on it. Raises `TaskError` for whatever the task raises."""
+    try:
+        with explained(job, task, batch.batch):
+            skipped = steps.run(0, {0: [batch]}, _context()).skipped
+    except TaskError as error:
+        # Other microbatches of a step may have a weight.
+        if not error.what.endswith(UNDEFINED):
+            raise
+        return ["the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried"]
+    return ["the first microbatch gives a loss or gradients that are not all finite"] if skipped else []
 
 
 def check_alike(trial: Trial, state: TrainState, where: str) -> None:
