@@ -138,6 +138,11 @@ class Parallel:
         return self.pipeline * self.tensor
 
     @property
+    def in_one_stage(self) -> bool:
+        """Return whether layers are cut into slices, but the model is not partitioned into stages."""
+        return self.tensor > 1 and self.pipeline == 1
+
+    @property
     def overlaps(self) -> bool:
         """Return whether a stage starts a step before all stages have finished the previous one."""
         return self.schedule == "pipedream"

@@ -19,4 +19,4 @@ def layers_of(job: Job, cls: type[Task]) -> tuple[str, ...] | None:
 
     task = build_task(cls, job.args)
     with as_task_error(f"the layers of {type(task).__name__} cannot be built", f"task: {job.task}"):
-        return layer_names(task, job.seed)
+        return layer_names(task, job.seed, in_one=job.parallel.in_one_stage)

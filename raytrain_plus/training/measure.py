@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.units import is_slice
+from raytrain_plus.membership.units import is_slice, layer_of_unit
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -24,7 +24,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import Built, build_layers, build_model, layer_names, no_parameter
+from raytrain_plus.training.model import WHOLE, Built, build_layers, build_model, no_parameter, pass_names
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
@@ -43,18 +43,21 @@ def measure_layers(
     microbatch: Microbatch,
     overlaps: bool = False,
     slicing: Slicing | None = None,
+    *,
+    in_one: bool = False,
 ) -> tuple[Layer, ...]:
     """Return the layers of the task's model with their measured costs.
 
     Each layer has the seconds of a microbatch's forward and backward pass, and the bytes that a worker keeps:
     parameters with gradients and optimizer state, and what a microbatch's forward pass makes and keeps. The last
-    layer's seconds include the loss. `overlaps`: whether the schedule lets steps overlap; then each layer also has its
-    `counted_cost`. `slicing`: how layers are cut; all slices are hosted here. Raises `TaskError` if the model does not
-    declare its layers or does not support overlapping steps; errors of the task propagate.
+    layer's seconds include the loss. `in_one`: see `model.layer_names`; the first module of a model without layers has
+    the seconds and activations of all. `overlaps`: whether the schedule lets steps overlap; then each layer also has
+    its `counted_cost`. `slicing`: how layers are cut; all slices are hosted here. Raises `TaskError` if the model does
+    not declare its layers or does not support overlapping steps; errors of the task propagate.
     """
     work = Alone(task, seed, technique, microbatch)
-    names = layer_names(task, seed)
-    check_layers(technique.recompute, names)
+    names = pass_names(task, seed, in_one=in_one)
+    check_layers(technique.recompute, () if names == WHOLE else names)
     copies = COPIES + (technique.decay is not None)
     given: Tensors | None = None
     found, trained = [], False
@@ -89,16 +92,32 @@ def measure_layers(
                     remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
                 )
         counted = _counted(chunk, work, given) if overlaps else 0
-        found.append(_layer(name, module, technique.precision, copies, min(seconds), kept, counted))
+        parts = {name: list(module.named_parameters())} if names != WHOLE else _of_children(module)
+        for at, (part, named) in enumerate(parts.items()):
+            costs = (0.0, 0, 0) if at else (min(seconds), kept, counted)
+            found.append(_layer(part, named, technique.precision, copies, *costs))
         given = output
     return tuple(found)
 
 
+def _of_children(module: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
+    """Return the parameters of each of a model's modules, with their slices."""
+    found: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, child in module.named_children():
+        found.setdefault(layer_of_unit(name), []).extend(child.named_parameters(prefix=name))
+    return found
+
+
 def _layer(
-    name: str, module: nn.Module, precision: Precision, copies: int, seconds: float, kept: int, counted: int
+    name: str,
+    named: Sequence[tuple[str, nn.Parameter]],
+    precision: Precision,
+    copies: int,
+    seconds: float,
+    kept: int,
+    counted: int,
 ) -> Layer:
     """Return the cost of a layer, of whose parameters a worker keeps so many copies."""
-    named = list(module.named_parameters())
     sizes = {at: precision.parameter_bytes(value, copies) for at, value in named}
     counts = {at: value.numel() for at, value in named if value.requires_grad}
     return Layer(
@@ -118,13 +137,14 @@ def count_operations(
 ) -> dict[str, int]:
     """Return the operations of a microbatch's forward and backward pass, without recomputation.
 
-    Matrix products, convolutions and attention count. `staged`: by layer of the task's model; else of the whole model,
-    under the name "". The model is built for this, and freed. Errors of the task propagate.
+    Matrix products, convolutions and attention count. `staged`: by layer of the task's model; else, and for one that
+    has no layers, of the whole model, under the name "". The model is built for this, and freed. Errors of the task
+    propagate.
     """
     # What compiled layers compute cannot be counted.
     technique = Technique(precision)
     work = Alone(task, seed, technique, microbatch)
-    names = layer_names(task, seed) if staged else ("",)
+    names = pass_names(task, seed, in_one=True) if staged else WHOLE
     built = each_layer(task, seed, technique, names) if staged else [("", build_model(task, seed, precision.device))]
     given: Tensors | None = None
     found = {}
@@ -141,8 +161,8 @@ def count_operations(
 def each_layer(
     task: Task, seed: int, technique: Technique, names: tuple[str, ...], slicing: Slicing | None = None
 ) -> Iterator[tuple[str, Built]]:
-    """Yield the layers of the task's model, by name; if the task declares them, one after the other is built."""
-    for name, built in zip(names, build_layers(task, seed, technique.precision.device, slicing), strict=True):
+    """Yield what has these names of `pass_names`; if the task declares its layers, one after the other is built."""
+    for name, built in zip(names, build_layers(task, seed, technique.precision.device, slicing, names), strict=True):
         technique.apply(built)
         yield name, built
 

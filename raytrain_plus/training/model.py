@@ -16,6 +16,9 @@ from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers
 from raytrain_plus.task import Task
 from raytrain_plus.training.randomness import random_key, set_random_key
 
+WHOLE = ("",)
+"""The names of what can be run of a model that has no layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -37,7 +40,7 @@ def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | 
     module, and for a plan of slices that does not fit it.
     """
     if slicing is not None:
-        [built] = build_chunks(task, seed, device, [layer_names(task, seed)], slicing)
+        [built] = build_chunks(task, seed, device, [layer_names(task, seed, in_one=True)], slicing)
         return built
     layers = task.layers()
     if layers is not None:
@@ -57,12 +60,16 @@ def build_chunks(
 ) -> tuple[Built, ...]:
     """Build only these sequences of the model's layers, by name; the values are those of the whole model.
 
-    `slicing`: see `build_model`. Raises `TaskError` if the task does not declare its layers.
+    `slicing`: see `build_model`. Raises `TaskError` if the task does not declare its layers; with slices, a model of
+    other modules is built as one sequence of them.
     """
     layers = task.layers()
     if layers is not None:
         return _built(task, layers, chunks, seed, device, slicing)
-    children = _children(_whole(task, seed))
+    module = _whole(task, seed)
+    children = _children(module)
+    if not children and slicing is not None and len(chunks) == 1:
+        return (_cut_whole(module, slicing, device),)
     if not children:
         raise _no_layers()
     tied = _untied(children)
@@ -72,33 +79,57 @@ def build_chunks(
     )
 
 
-def build_layers(task: Task, seed: int, device: torch.device, slicing: Slicing | None = None) -> Iterator[Built]:
+def build_layers(
+    task: Task,
+    seed: int,
+    device: torch.device,
+    slicing: Slicing | None = None,
+    names: tuple[str, ...] | None = None,
+) -> Iterator[Built]:
     """Yield each of the model's layers by itself, with the values of the whole model.
 
     If the task declares its layers, one after the other is built. `slicing`: see `build_model`. Raises `TaskError` if
-    the task does not declare its layers, and `model()` returns no sequence of them either.
+    the task does not declare its layers, and `model()` returns no sequence of them either. `names`: those of
+    `pass_names`, if they are known; a model that has no layers is yielded whole.
     """
-    names = layer_names(task, seed)
-    if task.layers() is None:
+    names = layer_names(task, seed) if names is None else names
+    if names == WHOLE:
+        yield build_model(task, seed, device, slicing)
+    elif task.layers() is None:
         yield from build_chunks(task, seed, device, [(name,) for name in names], slicing)
     else:
         for name in names:
             yield build_chunks(task, seed, device, [(name,)], slicing)[0]
 
 
-def layer_names(task: Task, seed: int) -> tuple[str, ...]:
+def pass_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...]:
+    """Return the names of what can be run one after the other: the layers, or `WHOLE` if there are none.
+
+    Raises the errors of `layer_names`.
+    """
+    if in_one and task.layers() is None and not _children(_made(task, seed)):
+        layer_names(task, seed, in_one=True)
+        return WHOLE
+    return layer_names(task, seed)
+
+
+def layer_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...]:
     """Return the names of the model's layers in order. Modules are built without values if possible.
 
-    Raises `TaskError` if the task does not declare its layers, or if they cannot be separated.
+    `in_one`: they stay in one stage, so that the modules of any model do. Raises `TaskError` if the task does not
+    declare its layers, or if they cannot be separated.
     """
     try:
         with torch.device("meta"):
             layers = task.layers()
-            children = _children(task.model()) if layers is None else {name: build() for name, build in layers.items()}
+            children = (
+                _children(task.model(), in_one) if layers is None else {name: build() for name, build in layers.items()}
+            )
     except Exception:
         # For example, a model that reads its values from a file cannot be built on the meta device.
         layers = task.layers()
-        return tuple(layers if layers is not None else _children(_whole(task, seed))) or _raise(_no_layers())
+        names = tuple(layers if layers is not None else _children(_whole(task, seed), in_one))
+        return names or _raise(_no_layers())
     if not children:
         raise _no_layers()
     if layers is None:
@@ -122,6 +153,16 @@ def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
     except Exception:
         # For example, a model that reads its values from a file. The workers check the model that they build.
         return []
+
+
+def _made(task: Task, seed: int) -> nn.Module:
+    """Return the whole model, without values if it can be built so."""
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except Exception:
+        # As in `layer_names`.
+        return _whole(task, seed)
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -253,12 +294,33 @@ def _check_apart(children: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of a plain sequence by name; empty for other modules, or if a module occurs twice."""
-    if type(module) is not nn.Sequential:
-        return {}
+def _children(module: nn.Module, in_one: bool = False) -> dict[str, nn.Module]:
+    """Return the modules of a plain sequence by name; empty for other modules, or if a module occurs twice.
+
+    `in_one`: those of any module. Raises `TaskError` for one that has tensors of its own beside them.
+    """
     children = dict(module.named_children())
-    return children if len(children) == len(module) else {}
+    if type(module) is nn.Sequential and len(children) == len(module):
+        return children
+    if not in_one:
+        return {}
+    for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        raise TaskError(
+            f"'{name}' is a tensor of the model itself, which has slices of its modules' weights only",
+            where="parallel.tensor",
+            expected="a model() all of whose parameters and buffers belong to modules, or layers()",
+        )
+    return children
+
+
+def _cut_whole(module: nn.Module, slicing: Slicing, device: torch.device) -> Built:
+    """Return a model that declares no layers, cut into slices: its modules take their place, and it has the units."""
+    children = _children(module, in_one=True)
+    tied = _untied(children)
+    layers, units = cut_layers(children, slicing)
+    for name, one in (*layers.items(), *units.items()):
+        module.add_module(name, one)
+    return Built(module.to(device), (), _sliced(tied, slicing))
 
 
 def _check_module(value: Any, source: str) -> None:

@@ -29,7 +29,7 @@ from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.measure import Alone, backward, each_layer, forward
-from raytrain_plus.training.model import build_layers, layer_names
+from raytrain_plus.training.model import build_layers, pass_names
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
 
@@ -43,14 +43,14 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     With `reduction: exact` also if they have other bits than on one host.
     """
     slices, plan = job.parallel.tensor, task.tensor()
-    names = layer_names(task, job.seed)
+    names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
     if not plan:
         raise TaskError(
             f"the job cuts the model into {slices} slices, but {type(task).__name__}.tensor() names nothing to cut",
             where=f"parallel.tensor: {slices}",
             expected="a plan, such as {'block*.up': 'colwise', 'block*.down': 'rowwise'}",
         )
-    layers = (dict(built.module.named_children()) for built in build_layers(task, job.seed, device))
+    layers = (dict(built.module.named_children()) for built in build_layers(task, job.seed, device, names=names))
     cuts_of(plan, [name for one in layers for name in module_names(one)])
     technique, hosts = Technique(Precision("fp32", device)), Hosts(slices)
 
@@ -122,6 +122,11 @@ def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, 
     return _Passed(chunk, output, drawn, work.metrics)
 
 
+def _said(name: str) -> str:
+    """Return what has failed, in words; a model without layers has no name."""
+    return f"the layer '{name}'" if name else "the model"
+
+
 @contextmanager
 def _explained(name: str, slices: int) -> Iterator[None]:
     """Turn what a layer raises with one of its slices into a `TaskError` that says what to do."""
@@ -131,7 +136,7 @@ def _explained(name: str, slices: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise TaskError(
-            f"the layer '{name}' cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
+            f"{_said(name)} cannot compute with one of {slices} slices: {type(error).__name__}: {error}",
             where=WHERE,
             expected=f"code for any number of heads or features, and {slices} slices that divide them",
             remedy="write view(..., -1, head_dim) where a number of heads stands; with sequence_parallel, take the "
@@ -188,7 +193,7 @@ def _compare_bits(
     others += [what for own in apart for what, value in own.items() if not torch.equal(value, of_alone[what])]
     if others:
         raise TaskError(
-            f"the layer '{name}' computes other last bits when its slices are hosted apart (first in {others[0]})",
+            f"{_said(name)} computes other last bits when its slices are hosted apart (first in {others[0]})",
             where="reduction: exact",
             expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
             remedy="use fewer slices or another width, or reduction: ring",
@@ -217,7 +222,7 @@ def _compare(name: str, slices: int, expected: _Passed, found: Sequence[_Passed]
     """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
     if expected.drawn != found[0].drawn:
         raise TaskError(
-            f"the layer '{name}' draws random numbers that would depend on how many slices a worker hosts",
+            f"{_said(name)} draws random numbers that would depend on how many slices a worker hosts",
             where=WHERE,
             expected="no dropout between what is cut colwise and what is cut rowwise, such as dropout_p of "
             "scaled_dot_product_attention; and an nn.Dropout elsewhere as sequence_parallel if the norms are",
@@ -230,7 +235,7 @@ def _compare(name: str, slices: int, expected: _Passed, found: Sequence[_Passed]
         if not alike or not difference <= TOLERANCE * max(largest, 1e-6):
             what = f"by {difference:.3g}, where the largest value is {largest:.3g}" if alike else "in shape"
             raise TaskError(
-                f"the layer '{name}' returns something else when it is cut into {slices} slices: it differs {what}",
+                f"{_said(name)} returns something else when it is cut into {slices} slices: it differs {what}",
                 where=WHERE,
                 expected="a plan under which each slice computes alone: colwise, then rowwise, with whole heads",
                 remedy="if one weight holds several projections, call the layer qkv (three equal ones) or gate_up "

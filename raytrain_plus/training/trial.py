@@ -49,7 +49,7 @@ from raytrain_plus.training.measure import Alone, backward, each_layer, forward,
 from raytrain_plus.training.memory_limits import held_memory, total_memory
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
-from raytrain_plus.training.model import layer_names
+from raytrain_plus.training.model import pass_names
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
@@ -285,7 +285,8 @@ def try_layers(
         classes_of(batch.batch)
         if job.parallel.tensor > 1:
             check_slices(job, task, device, batch)
-        layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps, slicing_of(job, task))
+        slicing, in_one = slicing_of(job, task), job.parallel.in_one_stage
+        layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps, slicing, in_one=in_one)
         seconds = time.monotonic() - start
         need = None if size is None else check_layers_fit(job, layers, held, size, device, room)
         few = None if held_out is None else _batch(job, task, held_out, wanted)
@@ -316,7 +317,7 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
     Returns what `evaluate` returns for it.
     """
     work = Alone(task, job.seed, technique, batch)
-    names = layer_names(task, job.seed)
+    names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
     output, evaluated, empty, stepped = None, None, None, False
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = built.module.train()

@@ -163,7 +163,13 @@ def _reported(
         trial.layers
         if trial is not None
         else measure_layers(
-            task, job.seed, technique_of(job, device), first, job.parallel.overlaps, slicing_of(job, task)
+            task,
+            job.seed,
+            technique_of(job, device),
+            first,
+            job.parallel.overlaps,
+            slicing_of(job, task),
+            in_one=job.parallel.in_one_stage,
         )
     )
     ready = _size_of_layers(layers, device, staged=job.parallel.pipeline > 1)

@@ -65,6 +65,6 @@ def _operations(prepared: Prepared, assignment: Assignment) -> int:
         gc.collect()
         if prepared.device.type == "cuda":
             torch.cuda.empty_cache()
-    own = [counted[name] for chunk in chunks for name in chunk] if chunks else counted.values()
+    own = [counted.get(name, 0) for chunk in chunks for name in chunk] if counted.keys() != {""} else counted.values()
     # Workers that share a stage's slices have equal shares of the matrix products that are cut, nearly all of them.
     return sum(own) // assignment.layers.stage.ranks * len(assignment.shards) * plan.job.parallel.microbatches

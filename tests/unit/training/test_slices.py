@@ -113,7 +113,9 @@ def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, 
     return made
 
 
-def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN, task: type[Small] = Small) -> Told:
+def alone(
+    exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN, task: Callable[[], AnyTask] = Small
+) -> Told:
     """One worker's results; it hosts all slices."""
     made = task()
     slicing = Slicing(made.tensor(), slices) if slices > 1 else None
@@ -125,9 +127,16 @@ def alone(exact: bool = True, slices: int = SLICES, technique: Technique = PLAIN
 CHUNKS = {1: [["embed", "block0", "block1", "head"]], 2: [["embed", "block0"], ["block1", "head"]]}
 
 
-def together(shape: Shape, exact: bool = True, technique: Technique = PLAIN, task: type[Small] = Small) -> list[Told]:
+def together(
+    shape: Shape,
+    exact: bool = True,
+    technique: Technique = PLAIN,
+    task: Callable[[], AnyTask] = Small,
+    chunks: list[list[str]] | None = None,
+) -> list[Told]:
     """The results of each worker of a group."""
-    chunks, lines = CHUNKS[shape.stages], shape.lines("replica")
+    lines = shape.lines("replica")
+    chunks = CHUNKS[shape.stages] if chunks is None else chunks
     rings = {seat: ring for line in lines for ring in [Ring(shape.replicas)] for seat in line}
     mails: list[Mail] = [defaultdict(queue.SimpleQueue) for _ in range(shape.replicas)]
     hosted = host_shards(SHARDS, shape.replicas)
@@ -242,6 +251,68 @@ def test_so_it_is_with_positions_that_are_divided(shape: Shape, technique: Techn
         check_same(collected(told, shape, replica), state)
 
 
+class OfTransformers(Task):
+    """A whole model of Transformers, with its own plan and its own loss; it declares no layers."""
+
+    def __init__(self, kind: str = "Llama") -> None:
+        self.kind = kind
+
+    def model(self) -> Any:
+        transformers = pytest.importorskip("transformers")
+        config = getattr(transformers, f"{self.kind}Config")(
+            vocab_size=WORDS,
+            hidden_size=64,
+            intermediate_size=256,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            head_dim=16,
+            num_hidden_layers=2,
+            tie_word_embeddings=self.kind == "Llama",
+        )
+        return getattr(transformers, f"{self.kind}ForCausalLM")(config)
+
+    def tensor(self) -> Any:
+        return self.model().tp_plan
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=batch, labels=batch).loss
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_a_model_without_layers_has_the_same_bits_on_any_hosts(kind: str) -> None:
+    def task() -> OfTransformers:
+        return OfTransformers(kind)
+
+    applied, state = alone(task=task)
+    expected, whole = alone(task=task, slices=1)
+    assert [one.loss for one in applied] == pytest.approx([one.loss for one in expected], rel=1e-5)
+    for ranks in (2, 4):
+        told = together(Shape(1, 1, ranks), task=task, chunks=[["model", "lm_head"]])
+        assert all(found == applied for found, _ in told)
+        check_same(collected(told, Shape(1, 1, ranks), 0), state)
+    model = build_model(task(), SEED, CPU, Slicing(task().tensor(), SLICES)).module
+    weights = {name.removeprefix("param/"): value for name, value in state.items() if name.startswith("param/")}
+    joined = hosting.whole(weights, model)
+    # Weights that are tied have one name without slices, and are copies with them.
+    assert joined.keys() - {"lm_head.weight"} == {
+        name.removeprefix("param/") for name in whole if name.startswith("param/")
+    } - {"lm_head.weight"}
+    for name, value in whole.items():
+        if name.startswith("param/"):
+            torch.testing.assert_close(joined[name.removeprefix("param/")], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_model_without_layers_has_its_tensors_in_modules() -> None:
+    class Loose(OfTransformers):
+        def model(self) -> Any:
+            made = super().model()
+            made.scale = nn.Parameter(torch.ones(1))
+            return made
+
+    with pytest.raises(TaskError, match="'scale' is a tensor of the model itself"):
+        checked(Loose())
+
+
 @pytest.mark.parametrize("task", [Small, Divided])
 def test_slices_train_as_the_whole_layers_do(task: type[Small]) -> None:
     applied, state = alone(task=task)
@@ -311,9 +382,11 @@ class Normed(Small):
         return {**super().tensor(), **({"block1.heads": "replicated_with_grad_allreduce"} if self.named else {})}
 
 
-@pytest.mark.parametrize("task", [Small(), Divided(), Normed()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(
+    "task", [Small(), Divided(), Normed(), OfTransformers("Qwen3")], ids=lambda task: type(task).__name__
+)
 @pytest.mark.parametrize("reduction", ["ring", "exact"])
-def test_a_plan_that_fits_passes_the_check(reduction: str, task: Small) -> None:
+def test_a_plan_that_fits_passes_the_check(reduction: str, task: AnyTask) -> None:
     checked(task, reduction=reduction)
 
 
