@@ -77,7 +77,7 @@ class Parallel:
 
     A stage's slices are hosted on as many workers, or on fewer (half of them, a quarter, ... one): with fewer workers
     than before, the number of replicas falls first, then that of the workers that share a stage, then that of stages.
-    The result does not depend on who hosts them. The model must be declared in layers, as for `pipeline`.
+    The result does not depend on who hosts them. A model that is also in stages must be declared in layers.
     """
 
     schedule: Schedule = "1f1b"
