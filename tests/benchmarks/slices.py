@@ -1,7 +1,8 @@
 """A step of a transformer whose layers are cut into slices, beside torch's `parallelize_module` on Gloo.
 
 Each process holds the same slices both ways: here with the whole step of the platform (keys, header, norms, checks),
-there in a bare loop of forward pass, backward pass and optimizer. They take turns, and start together.
+there in a bare loop of forward pass, backward pass and optimizer. A third way divides positions between slices
+(`sequence_parallel`), and a worker keeps less for the backward pass. They take turns, and start together.
 
 python -m tests.benchmarks.slices [--ranks 2] [--rounds 9] [--steps 5] [--width 256] [--depth 4]
 """
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
@@ -33,6 +35,7 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
@@ -41,7 +44,7 @@ from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
 
-HEAD_DIM, LENGTH, ROWS = 32, 128, 8
+HEAD_DIM, LENGTH, ROWS, BYTES = 32, 128, 8, 256
 CPU = torch.device("cpu")
 
 
@@ -56,35 +59,43 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm1(x)
-        q, k, v = (one(y).view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = (one(y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for one in (self.q, self.k, self.v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.mix(attended.transpose(1, 2).reshape(*x.shape[:2], -1))
+        x = x + self.mix(attended.transpose(1, 2).flatten(-2))
         found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return found
 
 
 class Blocks(Task):
-    """A chain of blocks with a square as its loss."""
+    """Predicts a byte from those before it, by a chain of blocks; `divided`: norms compute some positions each."""
 
-    def __init__(self, width: int, depth: int) -> None:
-        self.width, self.depth = width, depth
+    def __init__(self, width: int, depth: int, *, divided: bool = False) -> None:
+        self.width, self.depth, self.divided = width, depth, divided
 
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
-        return {f"block{number}": lambda: Block(self.width) for number in range(self.depth)}
+        blocks = {f"block{number}": lambda: Block(self.width) for number in range(self.depth)}
+        return {
+            "embed": lambda: nn.Embedding(BYTES, self.width),
+            **blocks,
+            "head": lambda: nn.Linear(self.width, BYTES, bias=False),
+        }
 
     def tensor(self) -> dict[str, str]:
-        columns = dict.fromkeys(("block*.q", "block*.k", "block*.v", "block*.up"), "colwise")
-        return {**columns, "block*.mix": "rowwise", "block*.down": "rowwise"}
+        plan = dict.fromkeys(("block*.q", "block*.k", "block*.v", "block*.up", "head"), "colwise")
+        plan |= {"block*.mix": "rowwise", "block*.down": "rowwise", "embed": "vocab"}
+        return plan | (dict.fromkeys(("block*.norm1", "block*.norm2"), "sequence_parallel") if self.divided else {})
 
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([value for _, value in parameters], lr=1e-4)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
+        return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def ours(task: Blocks, rank: int, ranks: int, world: TorchWorld, batch: torch.Tensor) -> Callable[[], float]:
-    """Return what makes a step here, and returns its loss."""
+def ours(
+    task: Blocks, rank: int, ranks: int, world: TorchWorld, batch: torch.Tensor
+) -> tuple[Callable[[], float], Callable[[], object]]:
+    """Return what makes a step here, and returns its loss; and what makes its forward pass alone."""
     link = Link(rank, ranks)
     built = build_chunks(task, 0, CPU, [list(task.layers())], Slicing(task.tensor(), ranks, link))
     state = TrainState(task, built, seed=0, shards=1, clip_norm=None, device=CPU, link=link)
@@ -97,7 +108,7 @@ def ours(task: Blocks, rank: int, ranks: int, world: TorchWorld, batch: torch.Te
     def step() -> float:
         return float(steps.run(steps.begun + 1, batches, context).loss)
 
-    return step
+    return step, lambda: task.loss(built[0].module, batch)
 
 
 def bare(task: Blocks, ranks: int, batch: torch.Tensor) -> Callable[[], float]:
@@ -108,6 +119,8 @@ def bare(task: Blocks, ranks: int, batch: torch.Tensor) -> Callable[[], float]:
     for number in range(task.depth):
         plan |= {f"block{number}.{name}": ColwiseParallel() for name in ("q", "k", "v", "up")}
         plan |= {f"block{number}.{name}": RowwiseParallel() for name in ("mix", "down")}
+    plan["embed"] = RowwiseParallel(input_layouts=Replicate())
+    plan["head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
     optimizer = task.optimizer(model.named_parameters())
 
@@ -123,13 +136,16 @@ def bare(task: Blocks, ranks: int, batch: torch.Tensor) -> Callable[[], float]:
 
 def member(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of a step both ways, one number a round, and the first losses."""
-    ranks, task = options.ranks, Blocks(options.width, options.depth)
-    batch = torch.randn(ROWS, LENGTH, options.width, generator=torch.Generator().manual_seed(1))
+    ranks = options.ranks
+    task, divided = Blocks(options.width, options.depth), Blocks(options.width, options.depth, divided=True)
+    batch = torch.randint(0, BYTES, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     world = TorchWorld(invitation(**json.loads(os.environ[GIVEN])))
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=ranks)
-    ways = {"ours": ours(task, rank, ranks, world, batch), "torch": bare(task, ranks, batch)}
+    own = {"ours": ours(task, rank, ranks, world, batch), "divided": ours(divided, rank, ranks, world, batch)}
+    ways = {**{name: step for name, (step, _) in own.items()}, "torch": bare(task, ranks, batch)}
     found: dict[str, list[float]] = {name: [] for name in ways}
     found |= {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
+    found |= {f"kept {name}": [kept_bytes(forward)] for name, (_, forward) in own.items()}
     for number in range(options.rounds):
         order = list(ways) if number % 2 else list(ways)[::-1]
         for name in order:
@@ -163,10 +179,13 @@ def main() -> None:
         told = told_by(stack, [*command, "--rank"], list(given.values()))
     parameters = options.depth * 12 * options.width**2 / 1e6
     print(f"{options.depth} blocks of width {options.width} ({parameters:.1f} M parameters), {options.ranks} processes")
-    rounds = {name: [max(one[name][at] for one in told) for at in range(options.rounds)] for name in ("ours", "torch")}
+    names = ("ours", "divided", "torch")
+    rounds = {name: [max(one[name][at] for one in told) for at in range(options.rounds)] for name in names}
     for name, seconds in rounds.items():
         losses = ", ".join(f"{loss:.6f}" for loss in told[0][f"loss {name}"])
-        print(f"  {name:6} {1000 * statistics.median(seconds):7.1f} ms a step; first losses {losses}")
+        kept = max(one.get(f"kept {name}", [0])[0] for one in told) / 2**20
+        said = f"keeps {kept:.1f} MiB on a worker for the backward pass; " if kept else ""
+        print(f"  {name:8} {1000 * statistics.median(seconds):7.1f} ms a step; {said}first losses {losses}")
     ratios = [other / own for own, other in zip(rounds["ours"], rounds["torch"], strict=True)]
     ratio = statistics.median(ratios)
     print(f"  steps/s of ours to torch's, median of {options.rounds} rounds: {ratio:.3f}; wanted >= 0.97: ", end="")
