@@ -142,10 +142,9 @@ class Gradients:
             raise _not_owned()
 
     def received(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Record that these parameters have gradients that autograd did not accumulate itself."""
+        """Record that these parameters have their gradients, which autograd did not accumulate itself."""
         for parameter in parameters:
-            bucket, place = self._places[id(parameter)]
-            self._given[bucket][place] = 1.0
+            self.ready(parameter, *self._places[id(parameter)])
 
     @property
     def unread(self) -> list[Numbers]:
@@ -180,11 +179,17 @@ class Gradients:
         return self._sums_of
 
     @contextmanager
-    def reducing(self, world: World, check: Callable[[], None] = lambda: None) -> Iterator[list[Work]]:
+    def reducing(
+        self,
+        world: World,
+        check: Callable[[], None] = lambda: None,
+        complete: Callable[[Named], None] = lambda named: None,
+    ) -> Iterator[list[Work]]:
         """Open for the step's last backward pass: submit each bucket once it is complete, the rest at the end.
 
         Yields the list of the work under way. `check` is called with every gradient; an error that it raises ends the
-        backward pass. Raises `TrainingError` if the task replaced a gradient by another tensor.
+        backward pass. `complete` is called with the parameters of a bucket, by name, before it is submitted. Raises
+        `TrainingError` if the task replaced a gradient by another tensor.
         """
         works: list[Work] = []
         self._alone = world.size == 1
@@ -194,6 +199,7 @@ class Gradients:
         self._check = check
 
         def submit(index: int) -> None:
+            complete(self._buckets[index])
             given = self._wires[index].given
             if all(self._given[index]):
                 # A copy from the host would make the device finish all earlier work first.

@@ -79,6 +79,10 @@ class Passes(ReplicaPasses, Protocol):
         """
 
 
+Ended = Callable[[int, FaultSearch, list[Work]], None]
+"""Ends a step: called with its number, a search that has checked each shard, and the sums that are under way."""
+
+
 class Overlapping(ReplicaPasses, Protocol):
     """Passes of several overlapping steps: a step can begin before the previous one has ended."""
 
@@ -88,13 +92,13 @@ class Overlapping(ReplicaPasses, Protocol):
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
         context: StepContext,
-        end: Callable[[int, FaultSearch], None],
+        end: Ended,
     ) -> None:
         """Run the passes of these steps.
 
         `counted` returns the number of rows of each microbatch of a step. `batches` returns the microbatches; it is
         called once per step, in order, on the stage that reads the data. `end` is called when this worker's gradients
-        of a step are complete, the header is in the first part's rider, and each shard is checked.
+        of a step are complete, and the header in the first part's rider.
         """
 
     def updating(self) -> AbstractContextManager[None]:

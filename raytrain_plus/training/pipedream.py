@@ -14,18 +14,20 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from raytrain_plus.collective.world import Work
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.parallel.wire import Named
 from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import Flags
-from raytrain_plus.training.passes import Shards
+from raytrain_plus.training.passes import Ended, Shards
 from raytrain_plus.training.randomness import MicrobatchKeys
 from raytrain_plus.training.replica import ReplicaStage
 from raytrain_plus.training.shard_reports import ShardReports
@@ -46,7 +48,7 @@ class PipeDream(ReplicaStage):
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
         context: StepContext,
-        end: Callable[[int, FaultSearch], None],
+        end: Ended,
     ) -> None:
         """See `passes.Overlapping`."""
         context.control.enter("collective", "stages")
@@ -127,7 +129,7 @@ class _WindowWork:
         counted: Callable[[int], Shards],
         batches: Callable[[int], Shards],
         context: StepContext,
-        end: Callable[[int, FaultSearch], None],
+        end: Ended,
     ) -> None:
         self._stage = stage
         self._part = stage.first_part
@@ -155,6 +157,8 @@ class _WindowWork:
         self._keyed: dict[int, MicrobatchKeys] = {}
         self._search = FaultSearch()
         """The search of the step whose backward passes are running."""
+        self._works: list[Work] = []
+        """The sums of the step whose last backward pass has run."""
         self._reports: dict[int, ShardReports] = {}
         self.bars: list[Bar] = []
 
@@ -194,39 +198,53 @@ class _WindowWork:
             if number + 1 == len(self.places):
                 # As late as possible: a request made during these steps is seen at their end.
                 self._stage.send_flags(self._context.flags())
+            if number == self._last_of[step] and self._stage.is_last:
+                flags = self._stage.take_flags() if step == self._steps[-1] else Flags()
+                self._stage.share_header(step - self._steps[0], self._reports.pop(step), flags)
         else:
             # The previous stage is past that microbatch, so it has received these gradients.
             self._stage.handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
-            with part.keys.opened(keyed), self._weights.backward(number):
+            reducing = self._reducing(step, shard, chunk) if number == self._last_of[step] else nullcontext()
+            with part.keys.opened(keyed), self._weights.backward(number), reducing:
                 yield
-            if index + 1 == len(self._counted[step][shard]):
+            if number == self._last_of[step]:
+                self._due = step
+            elif index + 1 == len(self._counted[step][shard]):
                 # A step cannot be recomputed here because the weights have changed since; so each step is searched at
                 # once.
                 self._search.shard_ended(shard, chunk, part.parameters)
-            if number == self._last_of[step]:
-                self._due = step
         taken = time.perf_counter() - timed
         self.bars.append(Bar(self._stage.number, Action(kind, chunk, number), start, start + taken))
         self._control.enter("collective", "stages")
+
+    @contextmanager
+    def _reducing(self, step: int, shard: int, chunk: int) -> Iterator[None]:
+        """Submit a step's gradients as its last backward pass, of this shard, completes them, once they are searched.
+
+        The stage with the loss has the header since its last forward pass of the step, and so have the others.
+        """
+        part = self._part
+        self._stage.take_header(step - self._steps[0])
+
+        def complete(named: Named) -> None:
+            self._search.shard_ended(shard, chunk, reversed(named))
+
+        with part.gradients.reducing(self._context.world, self._control.check, complete) as self._works:
+            yield
 
     def _place(self, number: int) -> Place:
         step, shard, index = self.places[number]
         return Place(step, shard, sum(one.rows for one in self._counted[step][shard][:index]), self.rows(number))
 
     def end_due(self) -> None:
-        """End the step whose last backward pass has run, once its gradients are handed over."""
+        """End the step whose last backward pass has run, once the gradients of its inputs are handed over."""
         step, self._due = self._due, None
         if step is None:
             return
-        number = step - self._steps[0]
-        if self._stage.is_last:
-            flags = self._stage.take_flags() if step == self._steps[-1] else Flags()
-            self._stage.share_header(number, self._reports.pop(step), flags)
-        self._stage.take_header(number)
         search, self._search = self._search, FaultSearch()
-        self._end(step, search)
+        self._end(step, search, self._works)
 
     def _batches_of(self, step: int) -> Mapping[tuple[int, int], Any]:
         """Return a step's batches with the values for the ledger: read on the first stage, received on the last."""

@@ -75,8 +75,8 @@ class OverlappingSteps:
         state.train()
         self._begin_step(context)
 
-        def end(step: int, search: FaultSearch) -> None:
-            self._end_step(step, search, context, window)
+        def end(step: int, search: FaultSearch, works: list[Work]) -> None:
+            self._end_step(step, search, works, context, window)
 
         self.passes.run_window(steps, self._counted, batches, context, end)
         state.end(steps[-1])
@@ -90,17 +90,14 @@ class OverlappingSteps:
             for one in window.parts
         ]
 
-    def _end_step(self, step: int, search: FaultSearch, context: StepContext, window: _Window) -> None:
-        """Sum and apply this stage's part of a step, while passes of later steps are under way.
+    def _end_step(
+        self, step: int, search: FaultSearch, works: list[Work], context: StepContext, window: _Window
+    ) -> None:
+        """Wait for the sums of this stage's part of a step and apply it, while passes of later steps are under way.
 
         Raises `TrainingError` if it cannot be applied.
         """
         state, control, sums = self.state, context.control, self.state.sums
-        works = list[Work]()
-        for part in state.parts:
-            with part.gradients.reducing(context.world, control.check) as started:
-                pass
-            works += started
         control.enter("collective")
         start = time.monotonic()
         sums.wait(works, step, context)

@@ -4,7 +4,7 @@ Each layer sleeps, as if a device computed, and has a bucket of gradients of its
 waits for its sums after its own passes; `alone` is the time that the same sums take with nothing else to do. On the
 same passes, a step that reduces after them cannot be shorter than both together.
 
-python -m tests.benchmarks.overlap [--steps 30] [--layers 4] [--width 1024] [--pad 0.02]
+python -m tests.benchmarks.overlap [--schedule 1f1b] [--steps 30] [--layers 4] [--width 1024] [--pad 0.02]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -33,26 +33,31 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Axis, Shape
+from raytrain_plus.parallel.pipeline.layout import chunk_stages
+from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.model import build_chunks
+from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.window import OverlappingSteps
 from tests.benchmarks.pipeline import Pause
 
 REPOSITORY = Path(__file__).parents[2]
 SHAPE = Shape(2, 2)
-SHARDS, MICROBATCHES, ROWS = 2, 4, 4
+SHARDS, MICROBATCHES, ROWS, TOGETHER = 2, 4, 4, 5
 LIMIT_S = 120.0
 CPU = torch.device("cpu")
 GIVEN = "BENCHMARK_INVITATIONS"
 
 
 class Padded(nn.Module):
-    """A layer that sleeps in each pass."""
+    """A layer that sleeps in its forward pass, and half as long for each kind of gradient."""
 
     def __init__(self, width: int, pad_s: float) -> None:
         super().__init__()
@@ -60,7 +65,8 @@ class Padded(nn.Module):
         self.pad_s = pad_s
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Pause.apply(torch.tanh(F.linear(x, self.weight)), self.pad_s, self.pad_s) + 0.0  # type: ignore[no-any-return]
+        weight = Pause.apply(self.weight, 0.0, self.pad_s / 2)
+        return Pause.apply(torch.tanh(F.linear(x, weight)), self.pad_s, self.pad_s / 2) + 0.0  # type: ignore[no-any-return]
 
 
 class Deep(Task):
@@ -79,26 +85,45 @@ class Deep(Task):
         return model(batch).square().mean()
 
 
-def member(seat: int, layers: int, width: int, pad_s: float, steps: int) -> dict[str, float]:
+def stepping(
+    schedule: Schedule, state: TrainState, replica: TorchWorld, batches: dict[int, list[Microbatch]], context: Any
+) -> Callable[[range], list[Applied]]:
+    """Return what makes steps of a stage."""
+    if schedule == "pipedream":
+        passes = replica_stage(PipeDream, state, replica, schedule=schedule, stages=SHAPE.stages)
+        overlapping = OverlappingSteps(state, passes, every=TOGETHER, counted=lambda step: batches)
+        return lambda steps: overlapping.make(steps, lambda step: batches, context)
+    one = SynchronousSteps(state, replica_stage(Synchronous, state, replica, schedule=schedule, stages=SHAPE.stages))
+    return lambda steps: [one.run(step, batches, context) for step in steps]
+
+
+def member(seat: int, schedule: Schedule, layers: int, width: int, pad_s: float, steps: int) -> dict[str, float]:
     """Return the median seconds of a step, of its wait for the sums, and of the same sums alone."""
     place = SHAPE.place(seat)
     given = json.loads(os.environ[GIVEN])
     # One after the other, in the same order everywhere.
     ring, replica = (TorchWorld(invitation(**given[axis])) for axis in ("replica", "stage"))
     task = Deep(2 * layers, width, pad_s)
-    names = [str(number) for number in range(place.stage * layers, (place.stage + 1) * layers)]
-    state = TrainState(task, build_chunks(task, 0, CPU, [names]), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
-    one = SynchronousSteps(state, replica_stage(Synchronous, state, replica, schedule="1f1b", stages=2))
+    where = chunk_stages(schedule, SHAPE.stages)
+    size = 2 * layers // len(where)
+    chunks = [
+        [str(number) for number in range(chunk * size, (chunk + 1) * size)]
+        for chunk, stage in enumerate(where)
+        if stage == place.stage
+    ]
+    state = TrainState(task, build_chunks(task, 0, CPU, chunks), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
     control = Control()
     control.begin(0)
     context = StepContext(world=ring, control=control, wait_s=LIMIT_S)
     batch = torch.randn(ROWS, width) if place.stage == 0 else None
     batches = {place.replica: [Microbatch(batch, ROWS) for _ in range(MICROBATCHES)]}
+    together = TOGETHER if schedule == "pipedream" else 1
+    made = stepping(schedule, state, replica, batches, context)
     seconds, exposed, alone = [], [], []
-    for step in range(steps):
+    for first in range(0, steps, together):
         start = time.perf_counter()
-        exposed.append(one.run(step, batches, context).reduce_s)
-        seconds.append(time.perf_counter() - start)
+        exposed += [one.reduce_s for one in made(range(first, first + together))]
+        seconds += [(time.perf_counter() - start) / together] * together
     for step in range(steps):
         start = time.perf_counter()
         works = [ring.reduce(torch.zeros(width * width), f"alone{step}.{layer}") for layer in range(layers)]
@@ -154,6 +179,7 @@ def told_by(stack: ExitStack, command: Sequence[str], given: Sequence[Any]) -> l
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", choices=get_args(Schedule), default="1f1b")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--layers", type=int, default=4, help="layers of a stage")
     parser.add_argument("--width", type=int, default=1024)
@@ -162,15 +188,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.seat is not None:
         torch.set_num_threads(1)
-        print(json.dumps(member(options.seat, options.layers, options.width, options.pad, options.steps)))
+        given = options.schedule, options.layers, options.width, options.pad, options.steps
+        print(json.dumps(member(options.seat, *given)))
         return
     command = [sys.executable, "-m", "tests.benchmarks.overlap", *sys.argv[1:]]
     with ExitStack() as stack:
         rings, replicas = invitations(stack, "replica"), invitations(stack, "stage")
         given = [{"replica": rings[seat], "stage": replicas[seat]} for seat in range(SHAPE.size)]
         told = told_by(stack, [*command, "--seat"], given)
-    step, exposed, alone = (1000 * max(one[name] for one in told) for name in ("step", "exposed", "alone"))
-    print(f"two replicas of two stages, {options.layers} layers of {options.width**2 * 4 >> 20} MiB each")
+    step, alone = (1000 * max(one[name] for one in told) for name in ("step", "alone"))
+    # A stage that ends its passes before the others waits for these, too.
+    exposed = 1000 * min(max(told[seat]["exposed"] for seat in ring) for ring in SHAPE.lines("replica"))
+    of = f"{options.layers} layers of {options.width**2 * 4 >> 20} MiB each"
+    print(f"two replicas of two stages, {options.schedule}, {of}")
     print(f"  step {step:.0f} ms; its sums take {alone:.1f} ms alone, and {exposed:.1f} ms after the passes:")
     print(f"  {max(0.0, 1 - exposed / alone):.0%} of the reduction is hidden")
 

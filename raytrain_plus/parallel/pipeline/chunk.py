@@ -70,8 +70,8 @@ class Chunk:
         """Make a chunk of `layers`, the chunk number `index` of the model.
 
         `holders`: for each chunk of the model, the stage that has it. `handovers`: the transfers to and from other
-        stages, if any. `splits`: whether backward passes come in two parts. `received`: called with the parameters that
-        get a gradient in the second part, which autograd does not accumulate itself.
+        stages, if any. `splits`: whether backward passes come in two parts. `received`: called with parameters that
+        have got their gradient in the second part, which autograd does not accumulate itself.
         """
         self.submod = layers
         self.stage_index = index
@@ -202,8 +202,12 @@ class Chunk:
                 # Loaded already by torch's schedules, which alone come here; a whole model need not load them.
                 from torch.distributed.pipelining._backward import stage_backward_weight
 
-                self._received(_trained_by(now.groups))
-                stage_backward_weight(self.submod.parameters(), now.groups)
+                # From the last weights to the first, as in a complete pass: their sums start while the gradients of the
+                # others are computed. Each weight is in one group.
+                for group in reversed(now.groups):
+                    trained = list(_trained_by(group))
+                    stage_backward_weight((node.variable for node in group["params"]), [group])
+                    self._received(trained)
 
     def set_local_fwd_input(self, given: Tensors, microbatch: int) -> None:
         """Take the input from another chunk of this stage."""
@@ -309,11 +313,10 @@ def _backward(now: _OpenPass) -> None:
         torch.autograd.backward(now.outputs, now.gradients)
 
 
-def _trained_by(groups: Sequence[dict[str, Any]]) -> Iterator[nn.Parameter]:
+def _trained_by(group: dict[str, Any]) -> Iterator[nn.Parameter]:
     """Yield the parameters to which `stage_backward_weight` will give a gradient."""
-    for group in groups:
-        if any(gradient is not None for gradients in group["grads"] for gradient in gradients):
-            yield from (node.variable for node in group["params"])
+    if any(gradient is not None for gradients in group["grads"] for gradient in gradients):
+        yield from (node.variable for node in group["params"])
 
 
 def _depends(output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:

@@ -45,6 +45,7 @@ from tests.unit.training.test_synchronous import Ring, RingWorld, one_computes_a
 __all__ = ["one_computes_at_a_time"]
 CPU = torch.device("cpu")
 SHARDS = 4
+BUCKET_BYTES = 300
 NAMES = ("a", "b", "c", "d")
 BAD = (2, 1)
 """Step and shard whose gradient is not finite."""
@@ -130,7 +131,7 @@ def alone(
     task = task or Risky()
     built = build_model(task, 1, CPU)
     state = TrainState(
-        task, [built], seed=1, shards=SHARDS, clip_norm=clip_norm, device=CPU, exact=exact, bucket_bytes=300
+        task, [built], seed=1, shards=SHARDS, clip_norm=clip_norm, device=CPU, exact=exact, bucket_bytes=BUCKET_BYTES
     )
     return whole_steps(state, skip_nonfinite=skip)
 
@@ -312,7 +313,7 @@ def together(
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
         state = TrainState(
-            task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, exact=exact, bucket_bytes=300
+            task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, exact=exact, bucket_bytes=BUCKET_BYTES
         )
         peers, split = Threads(stage, mails[replica]), partial(replica_stage, schedule=schedule, stages=shape.stages)
         one: Any
