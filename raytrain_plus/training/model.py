@@ -297,13 +297,23 @@ def _check_apart(children: Mapping[str, nn.Module]) -> None:
 def _children(module: nn.Module, in_one: bool = False) -> dict[str, nn.Module]:
     """Return the modules of a plain sequence by name; empty for other modules, or if a module occurs twice.
 
-    `in_one`: those of any module. Raises `TaskError` for one that has tensors of its own beside them.
+    `in_one`: those of any module. Raises `TaskError` for one that has tensors of its own beside them, or the same
+    module twice, or runs all that is in it.
     """
     children = dict(module.named_children())
     if type(module) is nn.Sequential and len(children) == len(module):
         return children
     if not in_one:
         return {}
+    every = [name for name, _ in module.named_modules(remove_duplicate=False) if name and "." not in name]
+    twice = next((name for name in every if name not in children), None)
+    if twice is not None or isinstance(module, nn.Sequential):
+        what = f"{type(module).__name__} is a sequence" if twice is None else f"'{twice}' is a module with another name"
+        raise TaskError(
+            f"{what}, so slices of its layers have no place in the model",
+            where="parallel.tensor",
+            expected="layers(), a plain nn.Sequential, or another model() with each module in it once",
+        )
     for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         raise TaskError(
             f"'{name}' is a tensor of the model itself, which has slices of its modules' weights only",

@@ -1,5 +1,8 @@
 """Check that a model that is cut into slices computes what the whole one does, layer by layer, on one microbatch.
 
+Each slice has a host of its own. The layers get the same inputs, and the loss's gradients go back through all of them.
+What all hosts have must have the same bits on each, or their weights would drift apart.
+
 With `reduction: exact` also that the bits are the same, whether one worker hosts all slices or each has one. Matrix
 products are, because each slice makes its own. But a CPU computes functions such as SiLU otherwise, in the last bit,
 for the few values at the end of a tensor that fill no register, and where a tensor ends depends on what is hosted.
@@ -21,20 +24,30 @@ from torch import nn
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
+from raytrain_plus.membership.units import layer_of_unit, number_of_unit, whole_weight
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.tensor.hosts import Hosts
-from raytrain_plus.parallel.tensor.plan import WHERE, cuts_of
-from raytrain_plus.parallel.tensor.slicing import Slicing, module_names
+from raytrain_plus.parallel.tensor.modules import part_of
+from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, cuts_of
+from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.loss import task_loss
-from raytrain_plus.training.measure import Alone, backward, each_layer, forward
-from raytrain_plus.training.model import build_layers, pass_names
+from raytrain_plus.training.measure import Alone, each_layer, forward
+from raytrain_plus.training.model import Built, build_layers, pass_names
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
 
 TOLERANCE = 1e-3
 """The largest difference of two outputs, of the largest value of one: they round differently."""
+OF_GRADIENT, OF_ALL = 1e-2, 1e-5
+"""The largest difference of two gradients: of the largest value of one, and of the largest of all gradients, since some
+consist of rounding errors alone, such as that of a bias of keys."""
+
+Gradients = Mapping[str, torch.Tensor]
+"""Of weights, by name."""
+Back = list[torch.Tensor | None]
+"""Gradients of what a layer gets."""
 
 
 def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) -> None:
@@ -52,31 +65,13 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
         )
     layers = (dict(built.module.named_children()) for built in build_layers(task, job.seed, device, names=names))
     cuts_of(plan, [name for one in layers for name in module_names(one)])
-    technique, hosts = Technique(Precision("fp32", device)), Hosts(slices)
-
-    def built(slicing: Slicing | None) -> Iterator[nn.Module]:
-        return (one.module.train() for _, one in each_layer(task, job.seed, technique, names, slicing))
-
-    whole, apart = built(None), [built(Slicing(plan, slices, hosts.link(host))) for host in hosts]
-    together = built(Slicing(plan, slices)) if job.reduction == "exact" else None
-    given: Tensors | None = None
-    of_hosts: list[Tensors | None] = [None] * slices
-    work = _Noting(task, job.seed, technique, batch)
-    for number, (name, module) in enumerate(zip(names, whole, strict=True)):
-        layer = partial(_pass, number=number, count=len(names), work=work)
-        expected = layer(module, given)
-        with _explained(name, slices):
-            found = hosts.run([partial(layer, next(one), part) for one, part in zip(apart, of_hosts, strict=True)])
-        _compare(name, slices, expected, found)
-        for one in found:
-            _compare_metrics(slices, expected.metrics, one.metrics)
-        gradients = hosts.run([one.gradients for one in found])
-        _compare_gradients(slices, expected.gradients(), gradients)
-        if together is not None:
-            alone = layer(next(together), given)
-            _compare_bits(name, alone, found, alone.gradients(), gradients)
-        given = expected.output
-        of_hosts = [_given_to(host, expected, found) for host in hosts]
+    hosts = Hosts(slices)
+    slicings: list[Slicing | None] = [None, *(Slicing(plan, slices, hosts.link(host)) for host in hosts)]
+    if job.reduction == "exact":
+        slicings.append(Slicing(plan, slices))
+    check = _Check(task, job.seed, device, batch, names, hosts, slicings)
+    check.outputs()
+    check.gradients()
 
 
 class _Noting(Alone):
@@ -107,11 +102,98 @@ class _Passed:
         """The tensors of the output."""
         return self.output.values if isinstance(self.output, Tensors) else [self.output]
 
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Run the backward pass; return the gradients of the weights."""
-        backward(self.chunk, self.output)
-        named = self.chunk.submod.named_parameters()
-        return {name: value.grad for name, value in named if value.grad is not None}
+
+class _Check:
+    """The passes of a microbatch, which every layer makes whole, with a host for each slice, and perhaps on one host.
+
+    Each layer is built for its forward pass, and again for its backward pass: all of them may be too large for one
+    process.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        seed: int,
+        device: torch.device,
+        batch: Microbatch,
+        names: tuple[str, ...],
+        hosts: Hosts,
+        slicings: Sequence[Slicing | None],
+    ) -> None:
+        """`slicings`: of the whole layers (None), of each host, and of one host with all slices if that is wanted."""
+        self._task, self._seed = task, seed
+        self._names, self._slicings = names, slicings
+        self._hosts, self._count = hosts, len(list(hosts))
+        self._technique = Technique(Precision("fp32", device))
+        self._work = _Noting(task, seed, self._technique, batch)
+        self._inputs: list[Tensors | None] = [None]
+        """What each layer gets; the first one gets the batch."""
+        self._divided: list[list[bool]] = [[]]
+        """Which tensors of it are divided between hosts."""
+
+    def outputs(self) -> None:
+        """Compare what the layers return."""
+        for number, (name, built) in enumerate(zip(self._names, self._built(self._names), strict=True)):
+            expected, found, together = self._forward(number, name, built)
+            _compare(name, expected, found)
+            for one in found:
+                _compare_metrics(self._count, expected.metrics, one.metrics)
+            for one in together:
+                pairs = zip(one.values, _together(found, expected.values), strict=True)
+                _refuse_bits(name, [f"output {at}" for at, pair in enumerate(pairs) if not torch.equal(*pair)])
+            if isinstance(expected.output, Tensors):
+                values = [value.detach().requires_grad_(value.requires_grad) for value in expected.values]
+                self._inputs.append(Tensors(values, expected.output.tree))
+                pairs = zip(found[0].values, expected.values, strict=True)
+                self._divided.append([one.shape != value.shape for one, value in pairs])
+
+    def gradients(self) -> None:
+        """Compare the gradients of the weights, from the last layer to the first."""
+        compared: list[_Difference] = []
+        back: list[Back] = [[] for _ in self._slicings]
+        for number, built in zip(reversed(range(len(self._names))), self._built(self._names[::-1]), strict=True):
+            name = self._names[number]
+            expected, found, together = self._forward(number, name, built)
+            passed = [
+                _backward(expected, back[0]),
+                *self._hosts.run([partial(_backward, *pair) for pair in zip(found, back[1:], strict=False)]),
+                *(_backward(one, back[-1]) for one in together),
+            ]
+            back = [one[1] for one in passed]
+            (whole, *apart), alone = [one[0] for one in passed[: self._count + 1]], passed[self._count + 1 :]
+            _compare_hosts(apart)
+            for gradients, _ in alone:
+                others = [at for own in apart for at, value in own.items() if not torch.equal(value, gradients[at])]
+                _refuse_bits(name, others)
+            compared += _differences(whole, [_untied(one, built[1].tied) for one in apart], built[1].module)
+        largest = max((one.largest for one in compared), default=0.0)
+        for one in compared:
+            one.check(self._count, largest)
+
+    def _built(self, names: tuple[str, ...]) -> Iterator[list[Built]]:
+        """Yield layers as each of the slicings has them."""
+        each = [each_layer(self._task, self._seed, self._technique, names, one) for one in self._slicings]
+        for layers in zip(*each, strict=True):
+            yield [built for _, built in layers]
+
+    def _forward(self, number: int, name: str, built: Sequence[Built]) -> tuple[_Passed, list[_Passed], list[_Passed]]:
+        """Run the forward passes of a layer: whole, on each host, and on one host if that is wanted."""
+        layer = partial(_pass, number=number, count=len(self._names), work=self._work)
+        modules = [one.module.train() for one in built]
+        expected = layer(modules[0], self._inputs[number])
+        with _explained(name, self._count):
+            found = self._hosts.run(
+                [partial(layer, modules[1 + host], self._given(number, host)) for host in self._hosts]
+            )
+        return expected, found, [layer(one, self._inputs[number]) for one in modules[1 + self._count :]]
+
+    def _given(self, number: int, host: int) -> Tensors | None:
+        """Return what a layer gets on a host."""
+        given = self._inputs[number]
+        if given is None:
+            return None
+        pairs = zip(given.values, self._divided[number], strict=True)
+        return Tensors([value.chunk(self._count, -2)[host] if own else value for value, own in pairs], given.tree)
 
 
 def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, work: _Noting) -> _Passed:
@@ -120,6 +202,16 @@ def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, 
     output = forward(chunk, work, given)
     drawn = float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
     return _Passed(chunk, output, drawn, work.metrics)
+
+
+def _backward(passed: _Passed, back: Back) -> tuple[Gradients, Back]:
+    """Run the backward pass of a layer, given the gradients of its outputs; return those of its weights and inputs."""
+    chunk = passed.chunk
+    if isinstance(passed.output, Tensors):
+        chunk.set_local_bwd_input(back, 0)
+    chunk.backward_one_chunk(0)
+    weights = {name: value.grad for name, value in chunk.submod.named_parameters() if value.grad is not None}
+    return weights, [] if chunk.is_first else chunk.get_local_bwd_output(0)
 
 
 def _said(name: str) -> str:
@@ -158,19 +250,6 @@ def _compare_metrics(slices: int, expected: Mapping[str, float], found: Mapping[
             )
 
 
-def _own(value: torch.Tensor, like: torch.Tensor, host: int, hosts: int) -> torch.Tensor:
-    """Return what a host has of an output: the whole, or its positions if that is what it has computed."""
-    return value if value.shape == like.shape or value.dim() < 2 else value.chunk(hosts, -2)[host]
-
-
-def _given_to(host: int, expected: _Passed, found: Sequence[_Passed]) -> Tensors | None:
-    """Return what a host's next layer gets of the whole layer's output."""
-    if not isinstance(expected.output, Tensors):
-        return None
-    pairs = zip(expected.values, found[host].values, strict=True)
-    return Tensors([_own(value, like, host, len(found)) for value, like in pairs], expected.output.tree)
-
-
 def _together(found: Sequence[_Passed], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the outputs of all hosts together; those of the first one where each has the whole."""
     values = zip(*(one.values for one in found), strict=True)
@@ -180,58 +259,20 @@ def _together(found: Sequence[_Passed], like: Sequence[torch.Tensor]) -> list[to
     ]
 
 
-def _compare_bits(
-    name: str,
-    alone: _Passed,
-    found: Sequence[_Passed],
-    of_alone: Mapping[str, torch.Tensor],
-    apart: Sequence[Mapping[str, torch.Tensor]],
-) -> None:
-    """Raise `TaskError` if outputs of a layer, or gradients, have other bits on hosts of their own than on one."""
-    outputs = zip(alone.values, _together(found, alone.values), strict=True)
-    others = [f"output {number}" for number, pair in enumerate(outputs) if not torch.equal(*pair)]
-    others += [what for own in apart for what, value in own.items() if not torch.equal(value, of_alone[what])]
-    if others:
-        raise TaskError(
-            f"{_said(name)} computes other last bits when its slices are hosted apart (first in {others[0]})",
-            where="reduction: exact",
-            expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
-            remedy="use fewer slices or another width, or reduction: ring",
-        )
-
-
-def _compare_gradients(
-    slices: int, expected: Mapping[str, torch.Tensor], apart: Sequence[Mapping[str, torch.Tensor]]
-) -> None:
-    """Raise `TaskError` if a weight that is not cut gets the gradient of some slices only."""
-    largest = max((value.abs().max().item() for value in expected.values() if value.numel()), default=0.0)
-    for found in apart:
-        for name in expected.keys() & found.keys():
-            difference = (expected[name] - found[name]).abs()
-            if difference.numel() and not difference.max().item() <= TOLERANCE * max(largest, 1e-6):
-                raise TaskError(
-                    f"the gradient of '{name}', which is not cut, differs on a worker with one of {slices} slices: its "
-                    "module computes with some heads or features only",
-                    where=WHERE,
-                    expected="weights outside of what is cut, or in a module that all slices have",
-                    remedy=f"name '{name.rpartition('.')[0]}' in the plan, as replicated_with_grad_allreduce",
-                )
-
-
-def _compare(name: str, slices: int, expected: _Passed, found: Sequence[_Passed]) -> None:
+def _compare(name: str, expected: _Passed, found: Sequence[_Passed]) -> None:
     """Raise `TaskError` if outputs of a layer differ by more than rounding, or in the random numbers that it draws."""
-    if expected.drawn != found[0].drawn:
+    slices = len(found)
+    if any(one.drawn != expected.drawn for one in found):
         raise TaskError(
             f"{_said(name)} draws random numbers that would depend on how many slices a worker hosts",
             where=WHERE,
             expected="no dropout between what is cut colwise and what is cut rowwise, such as dropout_p of "
-            "scaled_dot_product_attention; and an nn.Dropout elsewhere as sequence_parallel if the norms are",
+            f"scaled_dot_product_attention; and an nn.Dropout elsewhere as {DIVIDES} if the norms are",
             remedy="set it to 0, and keep the dropout after the rowwise layer",
         )
-    for one, other in zip(expected.values, _together(found, expected.values), strict=True):
+    for at, (one, other) in enumerate(zip(expected.values, _together(found, expected.values), strict=True)):
         alike = one.shape == other.shape
-        largest = one.detach().abs().max().item() if alike and one.numel() else 0.0
-        difference = (one - other).detach().abs().max().item() if alike and one.numel() else 0.0
+        largest, difference = (_largest(value) for value in (one, _difference(one, other))) if alike else (0.0, 0.0)
         if not alike or not difference <= TOLERANCE * max(largest, 1e-6):
             what = f"by {difference:.3g}, where the largest value is {largest:.3g}" if alike else "in shape"
             raise TaskError(
@@ -241,3 +282,105 @@ def _compare(name: str, slices: int, expected: _Passed, found: Sequence[_Passed]
                 remedy="if one weight holds several projections, call the layer qkv (three equal ones) or gate_up "
                 "(two), or use a layer for each",
             )
+        if found[0].values[at].shape == one.shape and not all(_same(host.values[at], other) for host in found):
+            raise TaskError(
+                f"{_said(name)} returns something else on each of the workers that have one of {slices} slices",
+                where=WHERE,
+                expected="values that all workers have alike, or positions that are divided between them",
+                remedy=_ENTER,
+            )
+
+
+_ENTER = (
+    f"with {DIVIDES}, positions are divided from a vocab embedding or a rowwise layer on, and together again after a "
+    "colwise layer without a rowwise one beside it"
+)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two hosts have the same bits, or, on a GPU, the same but for rounding."""
+    return torch.equal(one, other) if one.device.type == "cpu" else torch.allclose(one, other, rtol=TOLERANCE)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return by how much values differ; those that are no floating-point numbers by 1."""
+    return one.detach() - other.detach() if one.is_floating_point() else (one != other).float()
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Return the largest of some values, without signs."""
+    return values.detach().float().abs().max().item() if values.numel() else 0.0
+
+
+def _refuse_bits(name: str, others: Sequence[str]) -> None:
+    """Raise `TaskError` if any values of a layer have other bits on hosts of their own than on one."""
+    if others:
+        raise TaskError(
+            f"{_said(name)} computes other last bits when its slices are hosted apart (first in {others[0]})",
+            where="reduction: exact",
+            expected="a number of features in each slice that fills the registers of a CPU: a multiple of 64",
+            remedy="use fewer slices or another width, or reduction: ring",
+        )
+
+
+def _compare_hosts(apart: Sequence[Gradients]) -> None:
+    """Raise `TaskError` if hosts have different gradients of a weight that all have."""
+    for name, value in apart[0].items():
+        others = [own[name] for own in apart[1:] if name in own]
+        if not all(_same(value, other) for other in others):
+            raise _partial(name, len(apart))
+
+
+def _partial(name: str, slices: int) -> TaskError:
+    return TaskError(
+        f"'{name}' gets another gradient on a worker with one of {slices} slices than in the whole model",
+        where=WHERE,
+        expected="layers that each compute with all heads, features and positions, or are named in the plan",
+        remedy="name a norm of the heads of a slice as replicated_with_grad_allreduce; " + _ENTER,
+    )
+
+
+def _untied(gradients: Gradients, tied: Mapping[str, str]) -> Gradients:
+    """Return gradients in which those of a copy are added to its owner's, as a model without layers has them."""
+    found = dict(gradients)
+    for copy, owner in tied.items():
+        if copy in found and owner in found:
+            found[owner] = found[owner] + found.pop(copy)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """By how much a gradient differs between hosts and the whole model, and its largest value there."""
+
+    name: str
+    by: float
+    largest: float
+
+    def check(self, slices: int, of_all: float) -> None:
+        """Raise `TaskError` if that is more than rounding; `of_all`: the largest value of all gradients."""
+        if not self.by <= OF_GRADIENT * self.largest + OF_ALL * of_all:
+            raise _partial(self.name, slices)
+
+
+def _differences(whole: Gradients, apart: Sequence[Gradients], module: nn.Module) -> list[_Difference]:
+    """Compare gradients of the whole layer with those of hosts; `module`: as a host has it.
+
+    A gradient that only one side has counts as one of zeros on the other.
+    """
+    cuts = cuts_in(module)
+    found = []
+    for own in apart:
+        for name in dict.fromkeys([*own, *(one for one in whole if one.rpartition(".")[0] not in cuts)]):
+            of_whole = whole_weight(name)
+            if (value := whole.get(of_whole)) is not None and layer_of_unit(name) != name:
+                kind, fused = cuts[of_whole.rpartition(".")[0]]
+                value = part_of(value, kind, fused, number_of_unit(name.partition(".")[0]), len(apart))
+            other = own.get(name)
+            either = value if value is not None else other
+            assert either is not None, "one side has it"
+            by = either if value is None or other is None else value - other
+            found.append(_Difference(of_whole, _largest(by), _largest(either)))
+    given = {whole_weight(name) for own in apart for name in own}
+    found += [_Difference(name, _largest(value), _largest(value)) for name, value in whole.items() if name not in given]
+    return found

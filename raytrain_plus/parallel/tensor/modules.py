@@ -43,12 +43,15 @@ class Meeting:
         # What a module has gathered is summed over the other workers when it leaves it.
         self._of = Link() if enters else link
         self._input: torch.Tensor | None = None
+        self._recorded = True
         self._copies: tuple[torch.Tensor, ...] = ()
 
     def copies(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a copy of the input for each hosted slice; the gradients of all copies are summed once."""
-        if self._input is not given:
+        # What was made without gradients has none.
+        if self._input is not given or self._recorded is not torch.is_grad_enabled():
             self._input, self._copies = given, self._spread(given, self._count, self._of)
+            self._recorded = torch.is_grad_enabled()
         return self._copies
 
     def total(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:

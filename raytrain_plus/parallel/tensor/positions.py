@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.plan import WHERE
+from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE
+from raytrain_plus.torch_compat import pytree
 
 
 class Replicated(nn.Module):
@@ -82,7 +83,7 @@ def each_slice(
     copies = _Copies.apply(link, count, *weights) if weights else ()
     parts = _Divide.apply(given, count)
     found = [work(part, *copies[number::count]) for number, part in enumerate(parts)]
-    joined: torch.Tensor = found[0] if count == 1 else _Join.apply(*found)
+    joined: torch.Tensor = _Join.apply(*found)
     return joined
 
 
@@ -98,16 +99,27 @@ def gathered(given: torch.Tensor, count: int, link: Link) -> tuple[torch.Tensor,
 class Entrance:
     """Gathers the positions for a module that is cut, when it is called: a forward hook before it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, name: str, link: Link) -> None:
+        self._name = name
         self._link = link
 
     def __call__(self, _: nn.Module, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments; of the first tensor of floating numbers, all positions."""
+        """Return the arguments; of the first tensor of floating numbers, all positions.
+
+        Raises `TaskError` if another one takes part in the backward pass: its gradient would be that of some slices.
+        """
         values: dict[Any, Any] = {**dict(enumerate(arguments)), **named}
-        for key, value in values.items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                [values[key]] = gathered(value, 1, self._link)
-                break
+        tensors = [at for at, value in values.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+        for at in tensors[:1]:
+            [values[at]] = gathered(values[at], 1, self._link)
+        others = pytree.tree_leaves([value for at, value in values.items() if at not in tensors[:1]])
+        if any(isinstance(value, torch.Tensor) and value.requires_grad for value in others):
+            raise TaskError(
+                f"'{self._name}', which is cut into slices, gets a second tensor with a gradient, as cross attention",
+                where=f"{WHERE}: {DIVIDES}",
+                expected="one, whose positions are gathered",
+                remedy=f"leave {DIVIDES} out of the plan",
+            )
         return tuple(values[at] for at in range(len(arguments))), {name: values[name] for name in named}
 
 
@@ -130,8 +142,6 @@ def own_of_sum(parts: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
 
 def _divided(whole: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """Return the positions of each slice, each in memory of its own; see `modules._Join`."""
-    if count == 1:
-        return (whole.view_as(whole),)
     return tuple(part.contiguous() for part in whole.chunk(count, -2))
 
 
@@ -140,7 +150,7 @@ class _Divide(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        return _divided(given, count)
+        return tuple(part.view_as(part) if part is given else part for part in _divided(given, count))
 
     @staticmethod
     @once_differentiable

@@ -153,7 +153,8 @@ def _meeting(
     # Its code does not see parts of the positions, because it has none: attention, say, with its norm before it.
     enters = any(cut.kind == "row" for cut in below) and not any(cut.divides for cut in below)
     if enters:
-        module.get_submodule(path).register_forward_pre_hook(Entrance(slicing.link), with_kwargs=True)
+        entrance = Entrance(_full(layer, path), slicing.link)
+        module.get_submodule(path).register_forward_pre_hook(entrance, with_kwargs=True)
     return Meeting(slicing.link, count, divides=True, enters=enters)
 
 

@@ -254,8 +254,8 @@ def test_so_it_is_with_positions_that_are_divided(shape: Shape, technique: Techn
 class OfTransformers(Task):
     """A whole model of Transformers, with its own plan and its own loss; it declares no layers."""
 
-    def __init__(self, kind: str = "Llama") -> None:
-        self.kind = kind
+    def __init__(self, kind: str = "Llama", cut: tuple[str, ...] = ("model", "lm_head")) -> None:
+        self.kind, self.cut = kind, cut
 
     def model(self) -> Any:
         transformers = pytest.importorskip("transformers")
@@ -272,7 +272,7 @@ class OfTransformers(Task):
         return getattr(transformers, f"{self.kind}ForCausalLM")(config)
 
     def tensor(self) -> Any:
-        return self.model().tp_plan
+        return {name: word for name, word in self.model().tp_plan.items() if name.startswith(self.cut)}
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(input_ids=batch, labels=batch).loss
@@ -382,12 +382,42 @@ class Normed(Small):
         return {**super().tensor(), **({"block1.heads": "replicated_with_grad_allreduce"} if self.named else {})}
 
 
-@pytest.mark.parametrize(
-    "task", [Small(), Divided(), Normed(), OfTransformers("Qwen3")], ids=lambda task: type(task).__name__
-)
+class Masked(Small):
+    """A mask of booleans passes between its layers."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Masks(nn.Embedding):
+            def forward(self, text: torch.Tensor) -> Any:
+                return super().forward(text), text > 3
+
+        class Masked(Block):
+            def forward(self, given: Any) -> torch.Tensor:
+                x, mask = given
+                return super().forward(x * mask.unsqueeze(-1))
+
+        return {**super().layers(), "embed": lambda: Masks(WORDS, WIDTH), "block0": Masked}
+
+    def tied(self) -> dict[str, str]:
+        return {}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {name: word for name, word in super().tensor().items() if name != "embed"}
+
+
+FITTING = [
+    (Small(), SLICES),
+    (Divided(), SLICES),
+    (Normed(), SLICES),
+    (Masked(), SLICES),
+    (OfTransformers("Llama", cut=("model.layers",)), SLICES),
+    (OfTransformers("Qwen3"), 2),
+]
+
+
+@pytest.mark.parametrize(("task", "slices"), FITTING, ids=lambda one: type(one).__name__)
 @pytest.mark.parametrize("reduction", ["ring", "exact"])
-def test_a_plan_that_fits_passes_the_check(reduction: str, task: AnyTask) -> None:
-    checked(task, reduction=reduction)
+def test_a_plan_that_fits_passes_the_check(reduction: str, task: AnyTask, slices: int) -> None:
+    checked(task, slices, reduction)
 
 
 class Undrawn(Divided):
@@ -449,13 +479,144 @@ class Misplaced(Small):
         return {"block*.up": "colwise", "block*.down": "rowwise"}
 
 
+class Plain(nn.Module):
+    """A network after a norm without weights, of which a plan may think that it gets some of the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.up, self.down = nn.Linear(WIDTH, 256), nn.Linear(256, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return found
+
+
+class Undivided(Small):
+    """Gets numbers, and no layer divides their positions."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        head = lambda: nn.Linear(WIDTH, WORDS, bias=False).requires_grad_(False)  # noqa: E731
+        return {"block0": Plain, "block1": Plain, "head": head}
+
+    def tied(self) -> dict[str, str]:
+        return {}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {"block*.norm": "sequence_parallel", "block*.up": "colwise", "block*.down": "rowwise"}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        numbers = torch.sin(batch[:, :-1, None] * torch.arange(1.0, 1 + WIDTH))
+        return F.cross_entropy(model(numbers).reshape(-1, WORDS), batch[:, 1:].reshape(-1))
+
+
+class First(Divided):
+    """Scores the first position that a worker has, by weights that are not trained."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Head(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.out = nn.Linear(WIDTH, WORDS, bias=False).requires_grad_(False)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                scores: torch.Tensor = self.out(x[:, 0])
+                return scores
+
+        return {**super().layers(), "head": Head}
+
+    def tied(self) -> dict[str, str]:
+        return {}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {name: word for name, word in super().tensor().items() if name != "head"}
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch[:, :-1]), batch[:, 1])
+
+
+class Crossed(Divided):
+    """Its attention gets a second tensor, which another layer computes."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Attention(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.q, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.out(torch.tanh(self.q(x) + self.q(other)))
+                return found
+
+        class Cross(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.attention = Attention()
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = x + self.attention(self.norm(x), x)
+                return found
+
+        return {**super().layers(), "block0": Cross}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {**super().tensor(), "block0.attention.q": "colwise", "block0.attention.out": "rowwise"}
+
+
+class Listed(Small):
+    """Computes with layers that it keeps in a list, too, where they are not replaced."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        class Lists(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = [self.up, self.down]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = x + self.table[1](F.gelu(self.table[0](x)))
+                return found
+
+        return {**super().layers(), "block1": Lists}
+
+
+class Twice(Undivided):
+    """A model without layers that has a module under two names."""
+
+    def layers(self) -> Any:
+        return None
+
+    def model(self) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = self.out = nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                found: torch.Tensor = self.out(torch.tanh(self.inner(x)))[..., :WORDS]
+                return found
+
+        return Model()
+
+    def tensor(self) -> Mapping[str, str]:
+        return {"inner": "colwise"}
+
+
 @pytest.mark.parametrize(
     ("task", "slices", "what"),
     [
         (Small(fixed=True), 2, "the layer 'block0' cannot compute with one of 2 slices: RuntimeError: unflatten"),
         (Small(inner=0.1), 2, "the layer 'block0' draws random numbers that would depend on how many slices"),
         (Undrawn(), 2, "the layer 'block0' draws random numbers that would depend on how many slices"),
-        (Normed(named=False), 2, "the gradient of 'block1.heads.weight', which is not cut, differs on a worker with"),
+        (
+            Normed(named=False),
+            2,
+            "'block1.heads.weight' gets another gradient on a worker with one of 2 slices than in",
+        ),
+        (Undivided(), 2, "'block1.up.weight' gets another gradient on a worker with one of 2 slices than in"),
+        (First(), 2, "the layer 'head' returns something else on each of the workers that have one of 2 slices"),
+        (Crossed(), 2, "'block0.attention', which is cut into slices, gets a second tensor with a gradient"),
+        (Listed(), 2, "'block1.up.weight' gets another gradient on a worker with one of 2 slices than in"),
+        (Twice(), 2, "'out' is a module with another name"),
         (Small(), 8, "cannot compute with one of 8 slices"),
         (Small(), 16, "'embed' has 24 rows, which 16 slices do not divide"),
         (Unplanned(), 2, "Unplanned.tensor() names nothing to cut"),
