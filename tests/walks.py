@@ -206,6 +206,10 @@ WALKS = {
             Step("python -m tests.benchmarks.sharded", r"ZeroRedundancyOptimizer \| \d+"),
             Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
             Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),
+            Step(
+                "python -m tests.benchmarks.overlap --schedule pipedream --width 1536 --pad 0.03 --steps 20",
+                r"of the reduction is hidden",
+            ),
             Step("python -m tests.benchmarks.slices --ranks 2", r"steps/s of ours to torch.s"),
             Step("python -m tests.benchmarks.replacement", r"of 4: median"),
         ),
