@@ -160,6 +160,32 @@ class BatchCopies:
         return found
 
 
+class HostCopies:
+    """Copies of single tensors to pinned memory and back, for an operation of the host (`collective.staged`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare to copy to and from `device`."""
+        self._device = device
+        self._copies = StateCopies(device)
+
+    def apart(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the device, not on the host."""
+        return tensor.device.type != "cpu"
+
+    def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Begin to copy a tensor, beside the computation; return the copy, and what waits until it is complete."""
+        room = self.room(tensor)
+        return room, self._copies.copy([tensor.detach()], [room])
+
+    def room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return pinned memory for such a tensor."""
+        return host_room(like.shape, like.dtype, self._device)
+
+    def back(self, host: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy from pinned memory into a tensor; the device does it before what is requested from now on."""
+        tensor.detach().copy_(host, non_blocking=True)
+
+
 class StateCopies:
     """Copies of a state to the host, from a GPU on a stream of their own: only a change of the state waits for them."""
 

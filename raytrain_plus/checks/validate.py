@@ -273,7 +273,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         facts = None if job.steps is None else run_facts(job, job.steps)
         _check_model(job, build_task(code.task, job.args, facts))
     check_preparable(job, search)
-    choose_collective(job.collective, job.workers.gpus)
+    choose_collective(job.collective)
     check_installed(job.trackers)
     table = size_table(job, layers_of(job, code.task))
     sizes, unformed = sizes_of(table), unused_workers(table)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from raytrain_plus.install.horovod import NO_TOOLKIT, missing_tools, no_toolkit
+from raytrain_plus.install.horovod import missing_tools
 from raytrain_plus.install.state import probe
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -65,9 +65,6 @@ def _horovod() -> Iterator[Check]:
     yield Check("Horovod", "WARN", f"{state.reason}; `collective: auto` uses torch.distributed instead", state.remedy)
     for problem in missing_tools():
         yield Check("to build Horovod", "WARN", problem.what, problem.remedy)
-    if no_toolkit():
-        remedy = "install the CUDA toolkit; or on a machine without GPUs, torch's CPU build (2 GB less)"
-        yield Check("to build Horovod", "WARN", NO_TOOLKIT, remedy)
 
 
 def _machine() -> Iterator[Check]:

@@ -423,4 +423,4 @@ WITHOUT_CUDA = Edit(
     new="""set(Pytorch_CUDA FALSE)
 """,
 )
-"""For builds without NCCL. Not one of `EDITS`: it changes whether Horovod can be built, not what is built."""
+"""Not one of `EDITS`: it changes whether Horovod can be built, not what is built."""

@@ -34,11 +34,6 @@ FETCH_S = 600.0
 
 BUILD_PACKAGES = ("setuptools", "wheel", "packaging", "cffi")
 
-NO_TOOLKIT = (
-    "torch has CUDA, but nvcc is missing: Horovod is built with its CPU operations only, without NCCL, and jobs with "
-    "workers.gpus use torch.distributed"
-)
-
 
 def install_horovod(say: Callable[[str], None]) -> Path:
     """Install a working Horovod, from the cache or newly built; return the path of its wheel in the cache.
@@ -46,21 +41,16 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     `say` receives a line for each stage. Raises `InputError` if a build tool is missing, `RunError` if a stage fails.
     """
     torch = _torch_version()
-    lacks_toolkit = no_toolkit()
-    nccl = not lacks_toolkit and _torch_has_cuda()
-    if lacks_toolkit:
-        say(f"{NO_TOOLKIT}; to get NCCL, install the CUDA toolkit and run this again")
-    kept = wheel_folder(torch, nccl)
-    wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch, nccl)}-*.whl"))), None)
+    kept = wheel_folder(torch)
+    wheel = next(iter(sorted(kept.glob(f"horovod-{fixed_version(torch)}-*.whl"))), None)
     if wheel is None:
         for problem in missing_tools():
             raise problem
         say(
-            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}"
-            f"{', with NCCL' * nccl}; about 2 minutes"
+            f"building Horovod {HOROVOD_VERSION} for Python {platform.python_version()}, torch {torch}; about 2 minutes"
         )
         start = time.monotonic()
-        wheel = _build(kept, torch, nccl, say)
+        wheel = _build(kept, torch, say)
         say(f"built in {time.monotonic() - start:.0f} s; cached in {wheel}")
     else:
         say(f"using {wheel}")
@@ -79,14 +69,9 @@ def install_horovod(say: Callable[[str], None]) -> Path:
     return wheel
 
 
-def no_toolkit() -> bool:
-    """Return whether torch has CUDA, and this machine no compiler for it."""
-    return shutil.which("nvcc") is None and _torch_has_cuda()
-
-
-def wheel_folder(torch: str, nccl: bool) -> Path:
-    """Return the cache folder of the wheel for this Python, machine, torch and set of fixes, with NCCL or without."""
-    tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}{'-nccl' * nccl}"
+def wheel_folder(torch: str) -> Path:
+    """Return the cache folder of the wheel for this Python, machine, torch and set of fixes."""
+    tag = f"{sys.implementation.cache_tag}-{platform.machine()}-torch{torch}-{digest(EDITS)}"
     return platformdirs.user_cache_path("raytrain_plus") / "horovod" / tag
 
 
@@ -119,7 +104,7 @@ def _torch_version() -> str:
         raise InputError("torch is not installed; Horovod is built against it", remedy="pip install torch") from None
 
 
-def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Path:
+def _build(kept: Path, torch: str, say: Callable[[str], None]) -> Path:
     with tempfile.TemporaryDirectory(prefix="raytrain-horovod-") as name:
         work = Path(name)
         say("fetching its source")
@@ -144,15 +129,15 @@ def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Pa
             else:
                 tar.extractall(work)
         source = work / archive.name.removesuffix(".tar.gz")
-        apply_all(source, EDITS if nccl else (*EDITS, WITHOUT_CUDA))
+        apply_all(source, (*EDITS, WITHOUT_CUDA))
         package = source / "horovod" / "__init__.py"
-        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch, nccl)}'"))
+        package.write_text(package.read_text().replace(f"'{HOROVOD_VERSION}'", f"'{fixed_version(torch)}'"))
         say(f"applied {len(EDITS)} fixes; compiling")
         _pip(
             ["wheel", "--no-deps", "--no-build-isolation", "-w", str(work / "wheel"), str(source)],
             BUILD_S,
             "building Horovod",
-            _build_environment(nccl),
+            _build_environment(),
         )
         made = next((work / "wheel").glob("horovod-*.whl"))
         kept.mkdir(parents=True, exist_ok=True)
@@ -162,35 +147,22 @@ def _build(kept: Path, torch: str, nccl: bool, say: Callable[[str], None]) -> Pa
         return part.rename(kept / made.name)
 
 
-def _build_environment(nccl: bool) -> dict[str, str]:
-    environment = {
+def _build_environment() -> dict[str, str]:
+    return {
         **os.environ,
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_MPI": "1",
+        # It never gets a tensor of a GPU: see `collective.staged`.
+        "HOROVOD_WITHOUT_GPU": "1",
         "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
         # Newer compilers no longer include cstdint implicitly, and cmake 4 requires a minimum policy version.
         "CXXFLAGS": f"{os.environ.get('CXXFLAGS', '')} -include cstdint".strip(),
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
-    if nccl:
-        environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-    else:
-        environment["HOROVOD_WITHOUT_GPU"] = "1"
-    return environment
-
-
-def _torch_has_cuda() -> bool:
-    done = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.version.cuda or '')"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return bool(done.stdout.strip())
 
 
 def _pip(arguments: Sequence[str], timeout_s: float, what: str, environment: dict[str, str] | None = None) -> None:

@@ -22,7 +22,7 @@ PROBE_S = 120.0
 _PROBE = """
 import json, torch
 import horovod.torch as hvd
-print(json.dumps({"gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built()), "torch": torch.__version__}))
+print(json.dumps({"gloo": bool(hvd.gloo_built()), "torch": torch.__version__}))
 """
 
 
@@ -35,16 +35,14 @@ class HorovodState:
     """Why it is not usable; or the installed version."""
     remedy: str
     """The command that fixes it; empty if nothing is wrong."""
-    nccl: bool = False
-    """Whether it has NCCL, which sums on GPUs."""
     installed: bool = True
     """Whether any Horovod is installed."""
 
 
-def fixed_version(torch: str, nccl: bool = False) -> str:
-    """Return the version of a Horovod with this package's fixes, built for a version of torch, with NCCL or not."""
+def fixed_version(torch: str) -> str:
+    """Return the version of a Horovod with this package's fixes, built for a version of torch."""
     built_for = re.sub(r"[^a-z0-9]+", ".", torch.lower())
-    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{built_for}{'.nccl' * nccl}"
+    return f"{HOROVOD_VERSION}+raytrain.{digest(EDITS)}.torch.{built_for}"
 
 
 def horovod_state() -> HorovodState:
@@ -54,11 +52,10 @@ def horovod_state() -> HorovodState:
     except PackageNotFoundError as error:
         return HorovodState(False, f"{error.name} is not installed", REMEDY, installed=False)
     wanted = fixed_version(torch)
-    nccl = installed == fixed_version(torch, nccl=True)
-    if installed == wanted or nccl:
+    if installed == wanted:
         if not _compiled_part_is_there():
             return HorovodState(False, f"the installed build {installed} lacks its compiled extension", REMEDY)
-        return HorovodState(True, installed, "", nccl)
+        return HorovodState(True, installed, "")
     if installed.partition(".torch.")[0] == wanted.partition(".torch.")[0]:
         return HorovodState(False, f"the installed build {installed} is for a torch other than {torch}", REMEDY)
     return HorovodState(
@@ -80,22 +77,15 @@ def _compiled_part_is_there() -> bool:
     )
 
 
-def choose_collective(wanted: str, gpus: float) -> str:
-    """Return `horovod` or `torch`, for workers with `gpus` GPUs each.
-
-    Raises `InputError` if Horovod is requested explicitly and is not usable, or lacks NCCL although the job uses GPUs.
-    """
+def choose_collective(wanted: str) -> str:
+    """Return `horovod` or `torch`. Raises `InputError` if Horovod is requested explicitly and is not usable."""
     if wanted == "torch":
         return "torch"
     state = horovod_state()
-    reason, remedy = state.reason, state.remedy
-    if state.usable and gpus and not state.nccl:
-        reason = f"workers.gpus = {gpus:g}, and the installed build {state.reason} has no NCCL"
-        remedy = f"install the CUDA toolkit (nvcc), then: {REMEDY}; or collective: torch"
-    elif state.usable:
+    if state.usable:
         return "horovod"
     if wanted == "horovod":
-        raise InputError(f"Horovod cannot be used: {reason}", where="collective: horovod", remedy=remedy)
+        raise InputError(f"Horovod cannot be used: {state.reason}", where="collective: horovod", remedy=state.remedy)
     return "torch"
 
 
@@ -122,5 +112,4 @@ def probe() -> HorovodState:
     built = json.loads(done.stdout)
     if not built["gloo"]:
         return HorovodState(False, "it was built without Gloo", REMEDY)
-    nccl = "on" if built["nccl"] else "off"
-    return HorovodState(True, f"{state.reason}, for torch {built['torch']}, NCCL {nccl}", "", state.nccl)
+    return HorovodState(True, f"{state.reason}, for torch {built['torch']}", "")

@@ -312,8 +312,9 @@ class Job:
     """How a step is divided into pipeline stages and microbatches."""
 
     collective: Literal["auto", "horovod", "torch"] = "auto"
-    """Library that sums gradients. `auto` (the default): Horovod if it is built (for GPU jobs: with NCCL), otherwise
-    `torch`, which is torch.distributed with Gloo, also on GPUs."""
+    """Library that sums gradients. `auto` (the default): Horovod if it is built, otherwise `torch`, which is
+    torch.distributed with Gloo. On GPUs both sum in pinned memory of the host, and are left as on CPUs when a worker is
+    lost."""
 
     reduction: Literal["ring", "exact"] = "ring"
     """How gradients are summed. `ring` (the default): a ring all-reduce; results differ by rounding with the number

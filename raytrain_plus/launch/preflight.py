@@ -68,7 +68,7 @@ def order_of(
     if done is not None:
         _refuse_another_task(folder, source_digests(job, search))
         return replace(done, trained_steps=0, trained_samples=0)
-    collective = choose_collective(job.collective, job.workers.gpus)
+    collective = choose_collective(job.collective)
     if unused := passed_over(job.collective):
         print(f"warning: {unused}", file=sys.stderr)
     check_installed(job.trackers)

@@ -6,16 +6,19 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import World
+from raytrain_plus.device_copies import HostCopies
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.parallel.pipeline.transport import Peers
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
@@ -39,6 +42,8 @@ from raytrain_plus.workers.saver import Part
 from raytrain_plus.workers.state_source import sha256_of
 from raytrain_plus.workers.task_error import as_training_error
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
+
+_OfHost = TypeVar("_OfHost", TorchWorld, HorovodWorld)
 
 
 class Generation:
@@ -181,12 +186,12 @@ class Generation:
         stack.callback(self._leave, world)
         replica = None
         if assignment.replica is not None:
-            replica = TorchWorld(assignment.replica)
+            replica = self._staged(TorchWorld(assignment.replica))
             stack.callback(self._leave, replica)
         self._steps = self._steps_of(state, replica)
         return world, time.monotonic() - start
 
-    def _steps_of(self, state: TrainState, replica: TorchWorld | None) -> Steps:
+    def _steps_of(self, state: TrainState, replica: Peers | None) -> Steps:
         """Return how this member makes its steps; `replica`: the world of its model replica, if that has stages."""
         prepared, layers = self._prepared, self._assignment.layers
         job = prepared.plan.job
@@ -246,9 +251,14 @@ class Generation:
             return SoloWorld()
         plan = self._prepared.plan
         if plan.collective != "horovod":
-            return TorchWorld(invitation)
+            return self._staged(TorchWorld(invitation))
         # The rings of workers that share a stage's slices sum the same gradients of what is not cut.
-        return HorovodWorld(invitation, fuses=plan.job.parallel.tensor == 1)
+        return self._staged(HorovodWorld(invitation, fuses=plan.job.parallel.tensor == 1))
+
+    def _staged(self, world: _OfHost) -> _OfHost | StagedWorld:
+        """Return a world of the host for tensors of this worker's device."""
+        device = self._prepared.device
+        return world if device.type == "cpu" else StagedWorld(world, HostCopies(device))
 
     def _leave(self, world: World) -> None:
         self._control.enter("leaving")

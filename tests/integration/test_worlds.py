@@ -28,6 +28,10 @@ LIMIT_S = 10.0
 """Half of the time, in seconds, for which a member of these worlds waits for another by itself."""
 
 
+KINDS = ["horovod", "torch", "staged horovod", "staged torch"]
+"""Staged: for tensors of a device, whose copies to the host complete late and in any order."""
+
+
 class Member:
     """A process that executes commands from its standard input and answers each with one JSON line."""
 
@@ -37,7 +41,7 @@ class Member:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(MEMBER.parents[2])},
         )
 
     def tell(self, **order: Any) -> None:
@@ -117,7 +121,7 @@ def form(group: list[Member], door: Door, generation: int = 0) -> list[dict[str,
     return [member.hear() for member in group]
 
 
-@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_contract(kind: str, size: int) -> None:
     with members(size, kind) as group:
@@ -134,7 +138,7 @@ def test_contract(kind: str, size: int) -> None:
             assert [member.hear() for member in group] == [{"closed": True}] * size
 
 
-@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gather_exchange_and_reduce_scatter(kind: str, size: int) -> None:
     sent = [[number + 20 * rank for number in range(3 * size)] for rank in range(size)]
@@ -165,7 +169,7 @@ def test_a_look_at_a_sum_does_not_wait_for_it(kind: str) -> None:
         assert first.get("ends", True)
 
 
-@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_int64_sums_keep_every_bit(kind: str) -> None:
     with members(2, kind) as group, server(2) as (_, door):
         form(group, door)
@@ -175,8 +179,9 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
         assert [member.hear() for member in group] == [{"same": True}] * 2
 
 
-def test_tensors_pass_from_member_to_member() -> None:
-    with members(3, "torch") as group, server(3) as (_, door):
+@pytest.mark.parametrize("kind", ["torch", "staged torch"])
+def test_tensors_pass_from_member_to_member(kind: str) -> None:
+    with members(3, kind) as group, server(3) as (_, door):
         form(group, door)
         for length in (1, 100_000):
             for member in group:
@@ -185,8 +190,9 @@ def test_tensors_pass_from_member_to_member() -> None:
             assert [member.hear() for member in group] == expected
 
 
-def test_a_receiver_leaves_on_interrupt_and_when_the_sender_dies() -> None:
-    with members(3, "torch") as group:
+@pytest.mark.parametrize("kind", ["torch", "staged torch"])
+def test_a_receiver_leaves_on_interrupt_and_when_the_sender_dies(kind: str) -> None:
+    with members(3, kind) as group:
         with server(3) as (rendezvous, door):
             form(group, door)
             listening = [address for addresses in rendezvous.published().values() for address in addresses]
@@ -415,7 +421,7 @@ def test_a_wait_uses_no_core(kind: str) -> None:
         assert all(member.hear()["cores"] < 0.1 for member in group)
 
 
-@pytest.mark.parametrize("kind", ["horovod", "torch"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "doing", ["reduce_forever", *(pytest.param(one, marks=pytest.mark.slow) for one in ("flood", "agree"))]
 )

@@ -19,11 +19,14 @@ from raytrain_plus.collective.horovod_world import HorovodWorld, load_horovod
 from raytrain_plus.collective.interrupt import close_connections
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
+from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.errors import Interrupted
+from tests.late_copies import LateCopies
 
-KIND = sys.argv[1]
+KIND = sys.argv[1].removeprefix("staged ")
+STAGED = sys.argv[1] != KIND
 
 
 class Member:
@@ -47,6 +50,8 @@ class Member:
         self.left = False
         names = set(os.environ)
         self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
+        if STAGED:
+            self.world = StagedWorld(self.world, LateCopies())
         assert set(os.environ) == names, "a thread that looks one up meanwhile would end the process"
         return {"rank": self.world.rank, "size": self.world.size}
 

@@ -40,17 +40,3 @@ def test_horovod_and_missing_build_tools(monkeypatch: pytest.MonkeyPatch) -> Non
         "apt-get install cmake (Fedora: dnf install cmake)",
         "apt-get install make",
     ]
-
-
-@pytest.mark.parametrize(
-    ("cuda", "nvcc", "warns"), [(True, None, True), (True, "/bin/nvcc", False), (False, None, False)]
-)
-def test_a_torch_with_cuda_and_no_toolkit_is_foreseen(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, nvcc: str | None, warns: bool
-) -> None:
-    monkeypatch.setattr(doctor, "probe", lambda: HorovodState(False, "it is not installed", "raytrain install-horovod"))
-    monkeypatch.setattr(doctor, "missing_tools", list)
-    monkeypatch.setattr(horovod.shutil, "which", lambda name: nvcc)
-    monkeypatch.setattr(horovod, "_torch_has_cuda", lambda: cuda)
-    said = [check.detail for check in doctor.checks() if check.name == "to build Horovod"]
-    assert said == [horovod.NO_TOOLKIT] * warns

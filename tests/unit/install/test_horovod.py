@@ -26,9 +26,9 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def pip(arguments: Sequence[str], *rest: Any) -> None:
         done.append(" ".join((arguments[0], Path(arguments[-1]).name)))
 
-    def build(kept: Path, torch: str, nccl: bool, say: Any) -> Path:
+    def build(kept: Path, torch: str, say: Any) -> Path:
         done.append("build")
-        wheel = kept / f"horovod-{fixed_version(torch, nccl)}-cp.whl"
+        wheel = kept / f"horovod-{fixed_version(torch)}-cp.whl"
         kept.mkdir(parents=True)
         wheel.touch()
         return wheel
@@ -37,41 +37,21 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "_pip": pip,
         "_build": build,
         "_torch_version": lambda: "2.13.0+cu130",
-        "_torch_has_cuda": lambda: True,
         "missing_tools": list,
         "prove": lambda: None,
     }.items():
         monkeypatch.setattr(horovod, name, value)
     monkeypatch.setattr(horovod.platformdirs, "user_cache_path", lambda name: tmp_path)
-    with_nvcc(monkeypatch, False)
     return done
 
 
-def with_nvcc(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
-    monkeypatch.setattr(horovod.shutil, "which", lambda name: f"/bin/{name}" if there else None)
+def test_a_build_is_cached(done: list[str]) -> None:
+    wheel = horovod.install_horovod(lambda line: None)
+    assert horovod.install_horovod(lambda line: None) == wheel
+    assert done.count("build") == 1
 
 
-def test_a_build_without_nccl_despite_cuda_is_reported_and_cached_separately(
-    done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    plain = horovod.install_horovod(said.append)
-    assert "torch has CUDA, but nvcc is missing" in said[0]
-    assert "nccl" not in plain.name
-    assert "nccl" not in plain.parent.name
-    with_nvcc(monkeypatch, True)
-    said.clear()
-    with_nccl = horovod.install_horovod(said.append)
-    assert "nvcc is missing" not in "".join(said)
-    assert "with NCCL" in said[0]
-    assert ".nccl-" in with_nccl.name
-    assert with_nccl.parent.name == f"{plain.parent.name}-nccl"
-    assert horovod.install_horovod(said.append) == with_nccl
-    assert done.count("build") == 2
-
-
-@pytest.mark.parametrize("nccl", [False, True])
-def test_only_a_build_with_nccl_may_ask_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+def test_no_build_asks_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def pip(arguments: Sequence[str], *rest: Any) -> None:
         folder = Path(arguments[arguments.index("-d" if arguments[0] == "download" else "-w") + 1])
         folder.mkdir(exist_ok=True)
@@ -84,9 +64,8 @@ def test_only_a_build_with_nccl_may_ask_for_cuda(tmp_path: Path, monkeypatch: py
     applied: list[Any] = []
     monkeypatch.setattr(horovod, "_pip", pip)
     monkeypatch.setattr(horovod, "apply_all", lambda source, edits: applied.extend(edits))
-    assert horovod._build(tmp_path / "kept", "2.13.0+cu130", nccl, lambda line: None).exists()
-    assert (WITHOUT_CUDA in applied) == (not nccl)
-    assert set(applied) >= set(EDITS)
+    assert horovod._build(tmp_path / "kept", "2.13.0+cu130", lambda line: None).exists()
+    assert set(applied) == {*EDITS, WITHOUT_CUDA}
 
 
 def test_the_log_of_what_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +94,7 @@ def test_the_log_of_what_failed_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_the_cache_folder_of_a_cpu_build_is_stable(done: list[str]) -> None:
     # Users may have a cached wheel at this place.
-    assert horovod.wheel_folder("2.13.0+cpu", False).name.endswith(f"-torch2.13.0+cpu-{digest(EDITS)}")
-
-
-def test_the_build_environment_requests_nccl() -> None:
-    assert horovod._build_environment(True)["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-    assert horovod._build_environment(False)["HOROVOD_WITHOUT_GPU"] == "1"
+    assert horovod.wheel_folder("2.13.0+cpu").name.endswith(f"-torch2.13.0+cpu-{digest(EDITS)}")
 
 
 def test_a_wheel_that_fails_its_test_is_not_kept(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +106,6 @@ def test_a_wheel_that_fails_its_test_is_not_kept(done: list[str], monkeypatch: p
     with pytest.raises(RunError, match="it does not work"):
         horovod.install_horovod(said.append)
     wheel = f"horovod-{fixed_version('2.13.0+cu130')}-cp.whl"
-    assert not list(horovod.wheel_folder("2.13.0+cu130", False).iterdir())
+    assert not list(horovod.wheel_folder("2.13.0+cu130").iterdir())
     assert done == ["build", f"install {wheel}", "install cffi", "uninstall horovod"]
     assert "the test failed" in said[-1]

@@ -20,8 +20,9 @@ from raytrain_plus.install.state import HorovodState, fixed_version, horovod_sta
     ("horovod", "torch", "usable", "reason"),
     [
         (fixed_version("2.13.0+cpu"), "2.13.0+cpu", True, "raytrain"),
-        (fixed_version("2.13.0+cu130", nccl=True), "2.13.0+cu130", True, "nccl"),
-        (fixed_version("2.13.0+cu130", nccl=True), "2.14.0", False, "is for a torch other than 2.14.0"),
+        (fixed_version("2.13.0+cu130"), "2.13.0+cu130", True, "raytrain"),
+        # Of an earlier version of this package.
+        (f"{fixed_version('2.13.0+cu130')}.nccl", "2.13.0+cu130", False, "is for a torch other than"),
         (fixed_version("2.13.0+cpu"), "2.14.0", False, "is for a torch other than 2.14.0"),
         ("0.28.1", "2.13.0+cpu", False, "lacks fixes"),
         (None, "2.13.0+cpu", False, "horovod is not installed"),
@@ -35,7 +36,6 @@ def test_a_build_is_for_one_torch(
     found = horovod_state()
     assert (found.usable, reason in found.reason) == (usable, True)
     assert found.remedy == ("" if usable else "raytrain install-horovod")
-    assert found.nccl == (reason == "nccl")
 
 
 def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> None:
@@ -53,7 +53,6 @@ def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> No
 def test_a_cpu_build_keeps_its_name() -> None:
     # A wheel of this name may be in users' caches.
     assert fixed_version("2.13.0+cpu") == f"0.28.1+raytrain.{digest(EDITS)}.torch.2.13.0.cpu"
-    assert fixed_version("2.13.0+cu130", nccl=True) == f"{fixed_version('2.13.0+cu130')}.nccl"
 
 
 def test_a_missing_compiled_extension_is_noticed_without_loading_it(
@@ -66,19 +65,19 @@ def test_a_missing_compiled_extension_is_noticed_without_loading_it(
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     assert "lacks its compiled extension" in horovod_state().reason
-    assert state.choose_collective("auto", 0) == "torch"
+    assert state.choose_collective("auto") == "torch"
     with pytest.raises(InputError, match="lacks its compiled extension") as caught:
-        state.choose_collective("horovod", 0)
+        state.choose_collective("horovod")
     assert caught.value.remedy == "raytrain install-horovod"
     (tmp_path / "horovod" / "torch" / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").touch()
-    assert state.choose_collective("horovod", 0) == "horovod"
+    assert state.choose_collective("horovod") == "horovod"
 
 
 def test_auto_uses_torch_if_horovod_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(False, "it is not installed", "x"))
-    assert state.choose_collective("auto", 0) == "torch"
+    assert state.choose_collective("auto") == "torch"
     monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "it is", ""))
-    assert state.choose_collective("auto", 0) == "horovod"
+    assert state.choose_collective("auto") == "horovod"
 
 
 def test_an_unusable_build_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,20 +87,7 @@ def test_an_unusable_build_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert said.endswith("(to use Horovod: raytrain install-horovod)")
     assert state.passed_over("torch") == ""
     with pytest.raises(InputError, match="lacks fixes of this version") as caught:
-        state.choose_collective("horovod", 0)
+        state.choose_collective("horovod")
     assert caught.value.remedy == "raytrain install-horovod"
     show(monkeypatch, None, "2.13.0+cpu")
     assert state.passed_over("auto") == ""
-
-
-def test_a_job_with_gpus_needs_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x", ""))
-    assert state.choose_collective("auto", 1) == "torch"
-    with pytest.raises(
-        InputError, match=r"workers\.gpus = 1, and the installed build 0\.28\.1\+x has no NCCL"
-    ) as caught:
-        state.choose_collective("horovod", 1)
-    assert "nvcc" in caught.value.remedy
-    assert "raytrain install-horovod" in caught.value.remedy
-    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "0.28.1+x.nccl", "", nccl=True))
-    assert [state.choose_collective(wanted, 1) for wanted in ("auto", "horovod")] == ["horovod", "horovod"]
