@@ -12,7 +12,7 @@ import ray
 import safetensors.torch
 import torch
 
-from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Profile, Workers, load
+from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Parallel, Profile, Workers, load
 from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.step_profile import PHASES
 from tests.gpu import DEVICE, NEEDS_GPU
@@ -103,3 +103,29 @@ def test_profiled_steps_add_up(tmp_path: Path) -> None:
     assert sum(row[f"{phase}_ms"] for phase in PHASES) == pytest.approx(row["step_ms"], rel=1e-3)
     assert min(row[f"{phase}_ms"] for phase in ("forward", "backward", "optimizer")) > 0
     assert row["device"] == torch.cuda.get_device_name(DEVICE)
+
+
+SHARED = Workers(min=1, max=4, cpus=0.25, gpus=0.25)
+"""Workers that share the GPU."""
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(), Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)], ids=["replicas", "stages", "slices"]
+)
+@pytest.mark.parametrize("collective", ["horovod", "torch"])
+def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
+    tmp_path: Path, parallel: Parallel, collective: Any
+) -> None:
+    """What passes between workers goes through pinned memory; a loss is survived as on CPUs."""
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"task": "tasks:FaultySlices", "parallel": parallel, "evaluate": None}
+    _, expected, _ = ended(Run(on_gpu(tmp_path, "cpu", workers=Workers(min=1, max=1), **settings)))
+    slow = {"args": {"pad_s": 0.01}, "workers": SHARED, "collective": collective}
+    run = Run(on_gpu(tmp_path, "gpu", **slow, **settings))
+    run.until_size(4)
+    run.until_step(run.committed() + 4)
+    run.kill(run.members()[-1])
+    run.until_told("recovered", 1)
+    _, losses, _ = ended(run)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert all(one["steps_lost"] == 0 for one in run.events("recovered"))

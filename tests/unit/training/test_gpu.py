@@ -17,9 +17,11 @@ from torch.nn import functional as F
 from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.staged import StagedWorld
+from raytrain_plus.collective.world import wait
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_clock import marks
-from raytrain_plus.device_copies import BatchCopies, pinned
+from raytrain_plus.device_copies import BatchCopies, HostCopies, pinned
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.state.hostcopy import HostMemory
@@ -32,6 +34,7 @@ from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
 from tests.gpu import DEVICE, NEEDS_GPU
+from tests.unit.collective.test_staged import Doubling
 from tests.unit.training.group import Group, context
 from tests.unit.training.sharded import HOLDERS, SHARDS, STEPS, Sharded, differing, joined, whole
 
@@ -284,6 +287,32 @@ def test_pinned_batches_arrive_beside_the_computation() -> None:
         doubled = found["x"] * 2
     assert torch.equal(doubled.cpu(), 2 * torch.arange(1 << 20))
     assert found["y"][0].device == DEVICE
+
+
+def test_a_sum_in_pinned_memory_waits_for_the_gpu_and_holds_nobody_up() -> None:
+    world = StagedWorld(Doubling(), HostCopies(DEVICE))
+    tensors = [torch.zeros(1 << 20, device=DEVICE) for _ in range(3)]
+    with no_waits():
+        torch.cuda._sleep(BUSY)
+        for number, tensor in enumerate(tensors):
+            tensor.add_(number)
+        works = [world.reduce(tensor, f"sum {number}") for number, tensor in enumerate(tensors)]
+        assert not works[0].ended(0.0)
+    wait(works, "a test", 10)
+    doubled = [2 * tensor for tensor in tensors]
+    assert [one.unique().tolist() for one in doubled] == [[0.0], [4.0], [8.0]]
+    world.close()
+
+
+def test_what_is_sent_from_a_gpu_is_what_was_computed() -> None:
+    world = StagedWorld(Doubling(), HostCopies(DEVICE))
+    torch.cuda._sleep(BUSY)
+    sent = torch.arange(1000.0, device=DEVICE).mul(3)
+    world.send(sent, 1, 7).finish("a test")
+    into = torch.empty_like(sent)
+    world.receive(into, 1, 7).finish("a test")
+    assert torch.equal(into, sent)
+    world.close()
 
 
 def test_times_are_those_of_the_gpu() -> None:
