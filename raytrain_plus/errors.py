@@ -140,6 +140,20 @@ class WorkerLost(RunError):
     """A worker process died; the message names it and the cause."""
 
 
+class DeviceBroken(RunError):
+    """A worker's device has failed, so that its process is of no use any more. `fault` says how.
+
+    `device` names a GPU; it is empty if the worker has none.
+    """
+
+    def __init__(self, device: str, fault: str) -> None:
+        super().__init__(device, fault)
+        self.device, self.fault = device, fault
+
+    def __str__(self) -> str:
+        return f"its GPU failed: {self.fault} ({self.device})" if self.device else f"its device failed: {self.fault}"
+
+
 class WaitExpired(RunError):
     """A wait timed out; the message says what for and how long."""
 

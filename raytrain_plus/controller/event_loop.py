@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from raytrain_plus.errors import RaytrainError, WorkerLost
+from raytrain_plus.errors import DeviceBroken, RaytrainError, WorkerLost
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group
 from raytrain_plus.workers.pool import answer
@@ -54,7 +54,7 @@ class WorkerGroup(Protocol):
     def call(self, name: str, method: str, *arguments: Any) -> Any: ...
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None: ...
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]: ...
-    def end(self, name: str, *, vacate: bool = False) -> None: ...
+    def end(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None: ...
     def release(self, name: str) -> None: ...
     def shutdown(self) -> None: ...
 
@@ -97,6 +97,8 @@ class Died:
 
     worker: str
     cause: str
+    broken: DeviceBroken | None = None
+    """What its device has said, if that has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +196,13 @@ class EventLoop:
         """Keep processes ready to replace these members, given the node of each: see `workers.standby`."""
         self._workers.stand_by(nodes)
 
-    def end(self, name: str, *, vacate: bool = False) -> None:
-        """End a worker, whatever it does; with `vacate`, keep its place for `VACANT_S` for the next one."""
+    def end(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None:
+        """End a worker, whatever it does; with `vacate`, keep its place for `VACANT_S` for the next one.
+
+        With `withhold`, nobody gets its place in this run.
+        """
         if name in self._workers:
-            self._workers.end(name, vacate=vacate)
+            self._workers.end(name, vacate=vacate, withhold=withhold)
             if vacate:
                 self.later(VACANT_S, partial(self._workers.release, name))
 
@@ -250,7 +255,8 @@ class EventLoop:
         try:
             answer(message.future, name)
         except RaytrainError as error:
-            died = Died(name, str(error).removeprefix(f"{name} died: "))
+            broken = error if isinstance(error, DeviceBroken) else None
+            died = Died(name, str(error).removeprefix(f"{name} died: "), broken)
             self._handlers[Died](died)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.devices import Devices
 from raytrain_plus.controller.event_loop import Clock, Died, EventLoop, Machine
 from raytrain_plus.controller.export import ModelHandOver
 from raytrain_plus.controller.journal import Journal
@@ -27,25 +28,36 @@ class Losses:
     checkpoints: Checkpoints
     hand_over: ModelHandOver
     clock: Clock
+    devices: Devices = field(default_factory=Devices)
 
-    def lost(self, name: str, cause: str, *, vacate: bool = False) -> None:
+    def lost(self, name: str, cause: str, *, vacate: bool = False, withhold: bool = False, fault: str = "") -> None:
         """Handle a worker that is gone or is considered gone; end its process in the latter case.
 
-        `vacate`: only its process is gone, so a standby can take its place.
+        `vacate`: only its process is gone, so a standby can take its place. `withhold`: nobody is to take it. `fault`:
+        what its device has said, which ends the run if it recurs.
         """
         worker = self.machine.group.workers.get(name)
         if worker is not None:
             self.journal.gone(name, cause)
             if worker.state == "in":
                 self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
-        self._dismiss(name, vacate=vacate)
+        self._dismiss(name, vacate=vacate, withhold=withhold)
         # If only this worker's share delayed the end, the run can end now.
         self.hand_over.look()
-        self.machine.feed(e.Lost(name, cause, starved=cause == OUT_OF_MEMORY))
+        self.machine.feed(e.Lost(name, cause, starved=cause == OUT_OF_MEMORY, fault=fault))
 
     def died(self, message: Died) -> None:
-        """Handle the death of a worker's process."""
-        self.lost(message.worker, message.cause, vacate=message.cause in PROCESS_ONLY)
+        """Handle the death of a worker's process, or of its device."""
+        broken = message.broken
+        if broken is None:
+            self.lost(message.worker, message.cause, vacate=message.cause in PROCESS_ONLY)
+            return
+        withhold, counts = self.devices.failed(broken.device, broken.fault)
+        if withhold:
+            self.journal.note(
+                f"{broken.device} failed twice and is not used again in this run; its place stays reserved until then"
+            )
+        self.lost(message.worker, message.cause, withhold=withhold, fault=broken.fault if counts else "")
 
     def node_lost(self, message: NodeLost) -> None:
         """Handle a node that does not answer: its workers are lost."""
@@ -56,7 +68,7 @@ class Losses:
         """End a worker that the machine no longer counts on."""
         self._dismiss(command.worker)
 
-    def _dismiss(self, name: str, *, vacate: bool = False) -> None:
+    def _dismiss(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None:
         self.pulses.drop(name)
-        self.loop.end(name, vacate=vacate)
+        self.loop.end(name, vacate=vacate, withhold=withhold)
         self.checkpoints.lost(self.machine.group.workers.keys() - {name})

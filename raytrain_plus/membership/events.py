@@ -98,6 +98,8 @@ class Lost:
     cause: str = ""
     starved: bool = False
     """Whether its node ran out of memory."""
+    fault: str = ""
+    """What its device has said as it failed, to recognise it if it recurs; empty if it has not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -621,6 +621,8 @@ def _gone(group: Group, event: e.Lost) -> Group:
     born = group.workers[event.worker].state in ("idle", "in")
     if event.starved and event.worker in group.seats:
         group = _starved(group)
+    if event.fault and event.worker in group.seats:
+        group = _fault(group, group.committed, event.fault)
     return replace(without(group, event.worker), stillborn=group.stillborn + (not born), cause=event.cause)
 
 

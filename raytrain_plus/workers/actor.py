@@ -27,6 +27,8 @@ class WorkerActor:
         # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker: Future[Any] = Future()
+        self._broken: Future[Any] = Future()
+        """What says whether the device has failed, once the worker is loaded."""
         # Two threads that import modules in a cycle can see half of one.
         self._importing = threading.Lock()
         self._threads = {} if name is not None else _threads_of_a_worker(cpus)
@@ -48,8 +50,11 @@ class WorkerActor:
         return getattr(worker, method)(*arguments)
 
     def live(self) -> None:
-        """Never answer: the failure of this call is how the controller learns, at once, that the process is gone."""
-        threading.Event().wait()
+        """Never answer: the failure of this call is how the controller learns, at once, that the process is gone.
+
+        Raises `DeviceBroken` if the process must not be used any more.
+        """
+        self._broken.result().wait()
 
     def respond(self) -> None:
         """Answer, so that the controller knows that this process is not stopped."""
@@ -63,10 +68,13 @@ class WorkerActor:
     def _become(self, name: str) -> None:
         with self._importing:
             os.environ.update(self._threads)
+            from raytrain_plus.workers.device_fault import Brokenness
             from raytrain_plus.workers.freed_memory import start_returning
             from raytrain_plus.workers.worker import Worker
         start_returning()
-        self._worker.set_result(Worker(name))
+        broken = Brokenness()
+        self._broken.set_result(broken)
+        self._worker.set_result(Worker(name, broken=broken))
 
 
 def _threads_of_a_worker(cpus: float) -> dict[str, str]:

@@ -33,6 +33,7 @@ from raytrain_plus.training.thread_control import Control, Place
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.window import OverlappingSteps
 from raytrain_plus.workers.data_check import check_data
+from raytrain_plus.workers.device_fault import device_fault
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.profiled import profiling_of
@@ -89,7 +90,8 @@ class Generation:
             outcome = self._trained()
         # SystemExit would end the process, as if it had been lost, and KeyboardInterrupt means a cancelled call to Ray.
         except BaseException as error:
-            if is_signal(error):
+            # The process is of no use any more if its device has failed.
+            if is_signal(error) or device_fault(error):
                 raise
             prepared.own.go_back()
             outcome = self._ended_by(error)

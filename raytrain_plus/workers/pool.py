@@ -89,6 +89,8 @@ class Pool:
         """The node of each member."""
         self._vacant: dict[str, WorkerHandle] = {}
         """The places of workers whose processes died a moment ago."""
+        self._withheld: list[WorkerHandle] = []
+        """The places of devices that are not used any more."""
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
@@ -221,14 +223,18 @@ class Pool:
 
         handle.actor.live.remote().future().add_done_callback(told)
 
-    def end(self, name: str, *, vacate: bool = False) -> None:
+    def end(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None:
         """End a worker, whatever it does, and free its place; with `vacate`, keep the place for the next one.
 
-        A place is kept until `release`, and only if a standby waits on its node.
+        A place is kept until `release`, and only if a standby waits on its node. With `withhold` it stays reserved and
+        idle until the pool is shut down: Ray chooses devices, and would give this one to the next worker.
         """
         handle = self._handles.pop(name)
         _kill(handle.actor)
-        if vacate and name in self._nodes and self._standbys.waits(self._nodes[name]):
+        if withhold:
+            self._nodes.pop(name, None)
+            self._withheld.append(handle)
+        elif vacate and name in self._nodes and self._standbys.waits(self._nodes[name]):
             self._vacant[name] = handle
             # The answer is there when the others have formed their group.
             self._standbys.ask(self._nodes[name])
@@ -249,6 +255,8 @@ class Pool:
             self.end(name)
         for name in tuple(self._vacant):
             self.release(name)
+        while self._withheld:
+            self._free(self._withheld.pop())
         until = time.monotonic() + FREE_S
         for thread in self._freeing:
             thread.join(max(0.0, until - time.monotonic()))

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import ray
 
 from raytrain_plus.collective.interrupt import close_connections
-from raytrain_plus.errors import DataChanged, RaytrainError
+from raytrain_plus.errors import DataChanged, DeviceBroken, RaytrainError
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
@@ -27,6 +27,7 @@ from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.training.records import Activity
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import between
+from raytrain_plus.workers.device_fault import Brokenness, device_fault, device_name
 from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.messages import (
     Assignment,
@@ -61,15 +62,19 @@ class Worker:
         prepare: Callable[[str, Plan], tuple[Prepared, PreparedReport]] = prepare_worker,
         listen: Callable[[], None] = hear_notices,
         store: Any = ray,
+        broken: Brokenness | None = None,
     ) -> None:
         """Begin unprepared.
 
         `prepare` makes what all but a few calls need. `listen` begins to listen for preemption notices. `store` has
-        Ray's `wait` and `get`.
+        Ray's `wait` and `get`. `broken` is told if the device has failed.
         """
         self._name = name
         self._prepare = prepare
         self._listen = listen
+        self._broken = Brokenness() if broken is None else broken
+        self._device = ""
+        """The device's name, once it is known."""
         self._control = Control()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._received = ReceivedStates(self._control, store)
@@ -98,6 +103,7 @@ class Worker:
             self._control.set_limit(limit_s)
             self._control.enter("preparing")
             self._preparation, ready = self._prepare(self._name, plan)
+            self._device = device_name(self._preparation.device)
             return ready
 
         ready = self._do(made)
@@ -116,7 +122,7 @@ class Worker:
         """
         self._control.begin(assignment.generation)
         part = Generation(self._name, self._prepared, self._control, self._received, controller, assignment)
-        return self._thread.submit(part.run).result()
+        return self._thread.submit(self._whole, part.run).result()
 
     def take(self, generation: int, sources: tuple[Any, ...]) -> None:
         """Fetch parts of donors' states, given as Ray references, while the training thread joins that generation."""
@@ -277,8 +283,19 @@ class Worker:
         def told() -> T:
             try:
                 with reporting(lambda error: None if isinstance(error, RaytrainError) else as_training_error(error)):
-                    return work()
+                    return self._whole(work)
             finally:
                 self._control.enter("idle")
 
         return told() if self._aside else self._thread.submit(told).result()
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        """Do some work; if the device fails in it, tell so and never return."""
+        try:
+            return work()
+        except BaseException as error:
+            fault = device_fault(error)
+            if fault:
+                log.exception("the device of %s has failed", self._name)
+                self._broken.tell(DeviceBroken(self._device, fault))
+            raise

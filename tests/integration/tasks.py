@@ -165,8 +165,8 @@ class Faulty(Net):
 
     A `fault` is "where:what:after": after that many calls of a place (loss, backward, apply, applied, snapshot, adopt,
     evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do this (kill, stop, raise,
-    memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when there is a file
-    "late" is a newcomer.
+    device, memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when there is
+    a file "late" is a newcomer.
     """
 
     def __init__(
@@ -253,6 +253,8 @@ class Faulty(Net):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "raise":
             raise ValueError(f"a fault in {place}")
+        elif what == "device":
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         elif what == "memory":
             raise MemoryError("cannot allocate 64 GiB")
         elif what == "rename":

@@ -21,22 +21,26 @@ from tests.integration.tasks import Net, write_data
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300), pytest.mark.usefixtures("one_gpu")]
 
-GPUS = 1
+GPUS, SHARING = 1, 4
 
 
 @pytest.fixture(scope="module")
 def one_gpu() -> Iterator[None]:
-    """Start a Ray with one GPU, which it need not find itself."""
+    """Start a Ray with one GPU, which it need not find itself, and which up to `SHARING` workers share."""
+    # Otherwise Ray would show each of them a GPU of its own.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
     ray.init(
         address="local",
         num_cpus=2,
-        num_gpus=GPUS,
+        num_gpus=SHARING,
         include_dashboard=False,
         logging_level="ERROR",
         log_to_driver=False,
     )
     yield
     ray.shutdown()
+    monkeypatch.undo()
 
 
 def on_gpu(tmp_path: Path, name: str, **changes: Any) -> Job:
@@ -105,10 +109,6 @@ def test_profiled_steps_add_up(tmp_path: Path) -> None:
     assert row["device"] == torch.cuda.get_device_name(DEVICE)
 
 
-SHARED = Workers(min=1, max=4, cpus=0.25, gpus=0.25)
-"""Workers that share the GPU."""
-
-
 @pytest.mark.parametrize(
     "parallel", [Parallel(), Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)], ids=["replicas", "stages", "slices"]
 )
@@ -120,7 +120,8 @@ def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"task": "tasks:FaultySlices", "parallel": parallel, "evaluate": None}
     _, expected, _ = ended(Run(on_gpu(tmp_path, "cpu", workers=Workers(min=1, max=1), **settings)))
-    slow = {"args": {"pad_s": 0.01}, "workers": SHARED, "collective": collective}
+    workers = Workers(min=1, max=SHARING, cpus=0.25, gpus=GPUS)
+    slow = {"args": {"pad_s": 0.01}, "workers": workers, "collective": collective}
     run = Run(on_gpu(tmp_path, "gpu", **slow, **settings))
     run.until_size(4)
     run.until_step(run.committed() + 4)

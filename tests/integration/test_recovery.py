@@ -243,6 +243,23 @@ def test_a_step_counts_if_only_one_workers_optimizer_raises_in_it(
     check(run, before, [], undisturbed)
 
 
+def test_a_worker_whose_device_fails_is_replaced(tmp_path: Path, undisturbed: list[float]) -> None:
+    run, before = started(tmp_path, args={"fault": "backward:device:100"})
+    run.until_told("recovered")
+    lost = run.until_told("worker_lost")
+    assert lost["cause"] == "its device failed: CUDA error: an illegal memory access was encountered"
+    check(run, before, [lost["pid"]], undisturbed)
+
+
+@SLOW
+def test_devices_that_fail_alike_in_a_step_end_the_run(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+    run = Run(job(tmp_path, args={"fault": "loss:device:100", "always": True}, workers=Workers(min=2)))
+    result = run.finish()
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert "CUDA error: an illegal memory access was encountered" in str(result.error)
+
+
 @pytest.mark.slow
 def test_a_donor_that_is_killed_in_mid_transfer(tmp_path: Path, undisturbed: list[float]) -> None:
     run, before = started(tmp_path, args={"fault": "snapshot:kill:1", "pad_s": 0.02})

@@ -53,6 +53,8 @@ class FakeWorkers:
         """The node of each member that a standby was asked for."""
         self.vacant: list[str] = []
         """The workers whose places are kept."""
+        self.withheld: list[str] = []
+        """The workers whose places nobody gets."""
         self.left_s = dict[str, float]()
         """For how many seconds the starts of these workers may last; an hour for others."""
         self.restarted: list[str] = []
@@ -102,8 +104,10 @@ class FakeWorkers:
     def stand_by(self, nodes: Mapping[str, str]) -> None:
         self.stood_by = dict(nodes)
 
-    def end(self, name: str, *, vacate: bool = False) -> None:
+    def end(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None:
         del self._alive[self._known(name)]
+        if withhold:
+            self.withheld.append(name)
         if vacate:
             self.vacant.append(name)
 
@@ -125,13 +129,16 @@ class FakeWorkers:
         else:
             future.set_result(with_)
 
-    def die(self, name: str, cause: str) -> None:
-        """End the worker's process: none of its calls will be answered."""
-        lost = WorkerLost(f"{name} died: {cause}")
+    def die(self, name: str, cause: str = "", error: Exception | None = None) -> None:
+        """End the worker's process: none of its calls will be answered. `error`: what its endless call raises."""
+        lost = WorkerLost(f"{name} died: {cause}") if error is None else error
         died = self._alive[name]
         for (worker, _), futures in self._asked.items():
             while worker == name and futures:
-                futures.pop().set_exception(lost)
+                if error is None:
+                    futures.pop().set_exception(lost)
+                else:
+                    futures.pop()
         future: Future[Any] = Future()
         future.set_exception(lost)
         died(future)

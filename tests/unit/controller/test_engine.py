@@ -22,6 +22,7 @@ from raytrain_plus.errors import (
     CheckpointError,
     DamagedError,
     DataChanged,
+    DeviceBroken,
     InputError,
     Interrupted,
     RunError,
@@ -651,3 +652,40 @@ def test_a_driver_is_there_while_its_process_lives_or_else_while_it_calls() -> N
     assert not drives(False, 0.0)
     assert drives(None, UNHEARD_S - 1)
     assert not drives(None, UNHEARD_S + 1)
+
+
+GPU = "NVIDIA H100 (GPU-7d3)"
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def test_a_worker_whose_gpu_fails_is_lost_and_a_gpu_that_fails_twice_is_used_no_more(started: Started) -> None:
+    run = started(A, B)
+    for name in (A, B):
+        run.report(name, 0)
+    run.workers.die(B, error=DeviceBroken(GPU, ILLEGAL))
+    run.turn()
+    assert run.told("worker_lost")["cause"] == f"its GPU failed: {ILLEGAL} ({GPU})"
+    assert run.phase == "LEAVE"
+    assert not run.workers.withheld
+    assert not run.workers.vacant
+    run.leave(A, 0, "interrupted")
+    run.join(A)
+    run.report(A, 1)
+    run.workers.die(A, error=DeviceBroken(GPU, ILLEGAL))
+    run.turn()
+    assert run.workers.withheld == [A]
+    assert f"{GPU} failed twice and is not used again in this run" in run.told("noted")["text"]
+
+
+def test_two_gpus_that_fail_alike_in_a_step_end_the_run(started: Started) -> None:
+    run = started(A, B)
+    for name in (A, B):
+        run.report(name, 0)
+    run.workers.die(B, error=DeviceBroken("one", ILLEGAL))
+    run.turn()
+    run.leave(A, 0, "interrupted")
+    run.join(A)
+    run.workers.die(A, error=DeviceBroken("another", ILLEGAL))
+    run.turn()
+    assert run.engine.closing is not None
+    assert (run.engine.closing.result.status, ILLEGAL in str(run.engine.closing.error)) == ("failed", True)

@@ -79,7 +79,7 @@ class Module:
     @property
     def Worker(self):
         print("worker", variable())
-        return lambda name: types.SimpleNamespace(threads=variable)
+        return lambda name, broken: types.SimpleNamespace(threads=variable)
 
 given = "OMP_NUM_THREADS" in os.environ
 actor.import_all = lambda imports: print("load", variable())

@@ -1,0 +1,76 @@
+"""Which errors mean that a device has failed, and what becomes of the process."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raytrain_plus.errors import DeviceBroken, TrainingError
+from raytrain_plus.workers.device_fault import Brokenness, device_fault
+from tests.unit.workers.members import member, worker_of
+
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as found:
+        return found
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (torch.AcceleratorError(f"{ILLEGAL}\nCompile with `TORCH_USE_CUDA_DSA`"), ILLEGAL),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
+        (raised(ValueError("a reader"), torch.AcceleratorError(ILLEGAL)), ILLEGAL),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ""),
+        (raised(torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")), ""),
+        (RuntimeError("shapes cannot be multiplied"), ""),
+        (ValueError("CUDA error: says a task"), ""),
+    ],
+)
+def test_what_a_device_says_as_it_fails(error: BaseException, fault: str) -> None:
+    assert device_fault(error) == fault
+
+
+def test_who_waits_hears_of_it_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytrain_plus.workers.device_fault.GRACE_S", 0.05)
+    ended = threading.Event()
+    broken = Brokenness(end=ended.set)
+    with ThreadPoolExecutor() as pool:
+        waiting: Any = pool.submit(broken.wait)
+        with pytest.raises(DeviceBroken):
+            broken.tell(DeviceBroken("a GPU", ILLEGAL))
+        assert ended.is_set()
+        with pytest.raises(DeviceBroken, match="its GPU failed: CUDA error: an illegal memory access"):
+            waiting.result()
+
+
+def test_a_worker_whose_device_fails_answers_no_call(tmp_path: Path) -> None:
+    told: list[DeviceBroken] = []
+
+    class Tells(Brokenness):
+        def tell(self, error: DeviceBroken) -> Any:
+            told.append(error)
+            raise SystemExit
+
+    worker = worker_of(prepared := member(tmp_path), broken=Tells())
+
+    def fails(error: BaseException) -> Any:
+        raise error
+
+    prepared.task.show = lambda model: fails(torch.AcceleratorError(ILLEGAL))  # type: ignore[method-assign]
+    with pytest.raises(BaseException) as caught:
+        worker._do(lambda: prepared.task.show(torch.nn.Linear(1, 1)))
+    assert not isinstance(caught.value, torch.AcceleratorError)
+    assert [str(one) for one in told] == [f"its device failed: {ILLEGAL}"]
+    with pytest.raises(TrainingError, match="the task raised ValueError: no"):
+        worker._do(lambda: fails(ValueError("no")))
+    assert len(told) == 1
