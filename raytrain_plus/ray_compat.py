@@ -94,6 +94,14 @@ def drain_this_node(why: str, deadline: float) -> bool | None:
     return drain_node(context.gcs_address, context.get_node_id(), why, deadline)
 
 
+def accelerator_resource(accelerator: str | None) -> dict[str, float]:
+    """Return what to reserve so that Ray places a worker on a node with this accelerator type; nothing for None.
+
+    Ray gives each node with such an accelerator 1 of a resource; its own option `accelerator_type` takes 0.001, too.
+    """
+    return {} if accelerator is None else {f"accelerator_type:{accelerator}": 0.001}
+
+
 def most_there_can_be() -> dict[str, float] | None:
     """Return the maximum of each resource that the autoscaler may reach; None if unknown."""
 

@@ -83,7 +83,12 @@ class Controller:
             order,
             limits,
             began,
-            workers=Pool(job.workers.cpus, job.workers.gpus, imports_of(order.plan) if job.workers.standby else None),
+            workers=Pool(
+                job.workers.cpus,
+                job.workers.gpus,
+                imports_of(order.plan) if job.workers.standby else None,
+                accelerator=job.workers.accelerator,
+            ),
             nodes=Nodes(),
             metrics=Metrics(job.name),
             host=RayHost(),

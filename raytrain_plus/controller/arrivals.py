@@ -12,7 +12,7 @@ from raytrain_plus.controller.losses import Losses
 from raytrain_plus.controller.monitor import Monitor
 from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.roster import Roster
-from raytrain_plus.errors import DataChanged, RaytrainError
+from raytrain_plus.errors import DataChanged, InputError, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.pieces import Piece, Pieces
@@ -105,6 +105,11 @@ class Arrivals:
         self.journal.clocked(name, clock_s, asked, self.clock.unix())
 
     def _prepared(self, name: str, ready: PreparedReport) -> None:
+        if other := self._with_other_gpu(ready.gpu):
+            what = f"the GPU of {name} is {ready.gpu}, but that of {other} is {self.roster.ready[other].gpu}"
+            remedy = "set it to the type that Ray gives one of them, such as H100: all workers are then on such nodes"
+            self._unprepared(name, InputError(what, "workers.accelerator", "GPUs of one model", remedy))
+            return
         self.roster.prepared(name, ready)
         group = self.machine.group
         if (ready.layers or ready.rows) and group.generation < 0:
@@ -117,6 +122,13 @@ class Arrivals:
             row_bytes = {OF_ROWS + name: size for name, (_, size, _) in ready.rows.items()}
             self.machine.feed(e.Fitted(counts, parts, rows, row_bytes, unfit))
         self.machine.feed(e.Ready(name, -1))
+
+    def _with_other_gpu(self, gpu: str) -> str | None:
+        """Return a prepared worker with another GPU model; None if there is none, or the job names the type."""
+        if self.plan.job.workers.accelerator is not None:
+            return None
+        ready = self.roster.ready
+        return next((one for one in self.machine.group.workers if one in ready and ready[one].gpu != gpu), None)
 
     def _unprepared(self, name: str, error: RaytrainError) -> None:
         if self.machine.group.generation < 0:

@@ -55,6 +55,10 @@ class Workers:
     gpus: float = 0
     """GPUs that Ray reserves for each worker: 0 (the default: train on the CPU) or 1."""
 
+    accelerator: str | None = None
+    """Ray's accelerator type that the node of each worker must have, such as `H100` or `A100`. Default None: any, but
+    the GPUs of all workers must be of one model."""
+
     threads: int = 1
     """Threads that torch uses in each worker; default 1. The last bits of the results depend on it, so it cannot change
     when a run is resumed."""

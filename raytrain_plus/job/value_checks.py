@@ -222,6 +222,12 @@ def _gpus(gpus: float) -> Problem:
     return None if gpus in (0, 1) else (f"{gpus:g} is not allowed", "0 or 1: a worker trains on one device", "")
 
 
+def _accelerator(name: str | None) -> Problem:
+    if name is None or re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name):
+        return None
+    return f"{name!r} is not an accelerator type", "a type of Ray, such as H100 or A100", ""
+
+
 def _reference(spec: str | type | None) -> Problem:
     if not isinstance(spec, str) or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", spec):
         return None
@@ -366,6 +372,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("workers.spares",), _at_least(0, 1_000_000)),
     (("workers.cpus",), _at_least(0, 1_000_000)),
     (("workers.gpus",), _gpus),
+    (("workers.accelerator",), _accelerator),
     (("workers.threads",), _at_least(1, 1_000)),
     (("parallel.microbatches",), _at_least(1, 10_000)),
     (("parallel.partition", "parallel.pipeline", "parallel.schedule"), parallel_checks.partition),

@@ -10,7 +10,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.sizes import SizeTable, room_for
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.ray_compat import (
+    accelerator_resource,
     check_let_in,
     draining_nodes,
     end_our_own_ray,
@@ -296,7 +297,7 @@ def _ask_machines(order: Order, here: str) -> None:
     Raises `InputError` if a machine lacks something. Warns about a machine that does not answer in time: its worker
     will report what it lacks.
     """
-    need = {"CPU": order.plan.job.workers.cpus, "GPU": order.plan.job.workers.gpus}
+    need = _need(order.plan.job)
     leaving = draining_nodes() or {}
     machines = {
         node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
@@ -355,12 +356,24 @@ def _knock(address: str) -> None:
         check_let_in(address)
 
 
+def _need(job: Job) -> dict[str, float]:
+    """Return the resources that each worker needs."""
+    workers = job.workers
+    return {"CPU": workers.cpus, "GPU": workers.gpus, **accelerator_resource(workers.accelerator)}
+
+
+def _spelled(node: Mapping[str, float]) -> str:
+    """Return the resources of a node in words."""
+    kinds = [name.partition(":")[2] for name in node if name.startswith("accelerator_type:")]
+    return ", ".join([f"{node.get('CPU', 0):g} CPU", f"{node.get('GPU', 0):g} GPU", *kinds])
+
+
 def limits_of(job: Job, steps: int, sizes: SizeTable) -> Limits:
     """Return the limits that the group's state machine applies.
 
     Raises `InputError` if the cluster can never have room for `workers.min` and `workers.spares`.
     """
-    need = {"CPU": job.workers.cpus, "GPU": job.workers.gpus}
+    need = _need(job)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     room = room_for(nodes, need)
     minimum, spares = sizes.fewest, job.workers.spares
@@ -370,11 +383,12 @@ def limits_of(job: Job, steps: int, sizes: SizeTable) -> Limits:
         # If it is not known how far the cluster can grow, `elastic.wait_s` bounds the wait.
         grows = room < wanted and has_autoscaler()
     else:
-        grows = all(most.get(name, 0.0) >= amount * wanted for name, amount in need.items())
+        grows = all(most.get(name, 0.0) >= need[name] * wanted for name in ("CPU", "GPU"))
     if room < wanted and not grows:
-        has = "; ".join(f"{node.get('CPU', 0):g} CPU, {node.get('GPU', 0):g} GPU" for node in nodes)
+        has = "; ".join(map(_spelled, nodes))
+        kind = "" if job.workers.accelerator is None else f", on nodes with {job.workers.accelerator}"
         raise InputError(
-            f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each",
+            f"the cluster has room for {room} workers of {need['CPU']:g} CPU and {need['GPU']:g} GPU each{kind}",
             where=f"workers.min: {minimum}" if room < minimum else f"workers.spares: {spares}",
             expected=f"room for {wanted}, now or after autoscaling; its {len(nodes)} nodes have: {has}",
             remedy="lower workers.min, workers.spares or the resources of a worker, or add nodes",

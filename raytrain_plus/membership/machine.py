@@ -31,9 +31,10 @@ from raytrain_plus.membership.group import (
     with_worker,
     without,
 )
-from raytrain_plus.membership.mesh import Shape, Stage, seated, stages_of
+from raytrain_plus.membership.mesh import Shape, Stage, stages_of
 from raytrain_plus.membership.owners import Owners, balanced, kept, segments
 from raytrain_plus.membership.pieces import Pieces, union
+from raytrain_plus.membership.placement import placed
 from raytrain_plus.membership.sizes import FRUITLESS, STARVED_STEPS, backoff_s
 from raytrain_plus.membership.view import form_view
 
@@ -285,7 +286,8 @@ def _join(group: Group, best: NewestState) -> Outcome:
         for name in able
         if (stage := group.workers[name].stage) and stage.layout == shape.layout and holds(group, name) == best.step
     }
-    seats = seated(group.seats, group.shape, able, shape, holding)
+    nodes = {name: group.workers[name].node for name in able}
+    seats = placed(group.seats, group.shape, able, shape, holding, nodes)
     owners = _owners(group, seats, shape, best.step)
     lacks: dict[str, e.Lacks] = {}
     # Sums of a step that was not applied belong to this generation alone.

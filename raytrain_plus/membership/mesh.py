@@ -182,6 +182,32 @@ def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: 
         front_first = sorted(members, key=lambda worker: old.place(before.index(worker))[1:]) + fresh
         seats_of = [seat for ring in new.lines("replica") for seat in ring]
         return tuple(front_first[seats_of.index(seat)] for seat in range(new.size))
+    rows, moving = _rows(before, old, available, new)
+    seats: list[str | None] = []
+    for row in rows:
+        for worker, ring in zip(row, moving, strict=True):
+            seats.append(worker or (ring.pop(0) if ring else None))
+    others = [*fresh, *(worker for ring in moving for worker in ring)]
+    return tuple(worker if worker is not None else str(others.pop(0)) for worker in seats)
+
+
+def remaining(before: Sequence[str], old: Shape, available: Collection[str], new: Shape) -> tuple[str | None, ...]:
+    """Return, for each seat of `new`, the worker that sat there in a replica that continues; None if it is empty.
+
+    The arguments are those of `seated`. With another number of stages or tensor ranks no replica continues.
+
+    >>> remaining(("a0", "a1", "b0", "b1"), Shape(2, 2), ("a0", "b0", "b1"), Shape(2, 2))
+    ('a0', None, 'b0', 'b1')
+    """
+    if old.layout != new.layout or not set(before) & set(available):
+        return (None,) * new.size
+    return tuple(worker for row in _rows(before, old, available, new)[0] for worker in row)
+
+
+def _rows(
+    before: Sequence[str], old: Shape, available: Collection[str], new: Shape
+) -> tuple[list[list[str | None]], list[list[str]]]:
+    """Return the workers that remain in each replica of `new`, and for each ring those of replicas left out."""
     replicas = old.lines("stage", "tensor_rank")
     rows = [[before[seat] if before[seat] in available else None for seat in replica] for replica in replicas]
     fullest = sorted(range(old.replicas), key=lambda replica: (rows[replica].count(None), replica))
@@ -189,10 +215,4 @@ def _seated(before: Sequence[str], old: Shape, available: Collection[str], new: 
     kept += [[None] * len(rows[0]) for _ in range(new.replicas - len(kept))]
     staying = {worker for row in kept for worker in row}
     rings = zip(*rows, strict=True)
-    moving = [[worker for worker in ring if worker is not None and worker not in staying] for ring in rings]
-    seats: list[str | None] = []
-    for row in kept:
-        for worker, ring in zip(row, moving, strict=True):
-            seats.append(worker or (ring.pop(0) if ring else None))
-    others = [*fresh, *(worker for ring in moving for worker in ring)]
-    return tuple(worker if worker is not None else str(others.pop(0)) for worker in seats)
+    return kept, [[worker for worker in ring if worker is not None and worker not in staying] for ring in rings]

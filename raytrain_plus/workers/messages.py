@@ -81,6 +81,8 @@ class PreparedReport:
     """Bytes of memory for the model: of its device, or of its machine, which it may share with others."""
     sights: Mapping[str, tuple[Sight, ...]] = field(default_factory=dict)
     """For each dataset's path, what was first seen of its files on this worker's node."""
+    gpu: str = ""
+    """The model of its GPU; empty on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)

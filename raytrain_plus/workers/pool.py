@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from raytrain_plus.errors import Interrupted, RunError, WorkerLost
 from raytrain_plus.membership.timeouts import START_S
+from raytrain_plus.ray_compat import accelerator_resource
 from raytrain_plus.workers.actor import WorkerActor
 from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.standby import Standby, Standbys, nodes_with_standby
@@ -75,15 +76,17 @@ class Pool:
         gpus: float,
         imports: Imports | None,
         clock: Callable[[], float] = time.monotonic,
+        accelerator: str | None = None,
     ) -> None:
         """Create an empty pool.
 
         `cpus`, `gpus`: what each worker needs; `imports`: what standbys import, or None for a pool without standbys;
-        `clock`: seconds.
+        `clock`: seconds; `accelerator`: Ray's accelerator type that the node of each worker must have.
         """
         self._clock = clock
         self._keeps_standbys = imports is not None
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+        self._accelerator = accelerator
         self._handles: dict[str, WorkerHandle] = {}
         self._nodes: dict[str, str] = {}
         """The node of each member."""
@@ -99,7 +102,10 @@ class Pool:
     @property
     def need(self) -> str:
         """The resources of one worker, in words."""
-        return ", ".join(f"{amount:g} {name}" for name, amount in self._need.items()) or "nothing"
+        needed = [f"{amount:g} {name}" for name, amount in self._need.items()]
+        if self._accelerator is not None:
+            needed.append(f"a node with {self._accelerator}")
+        return ", ".join(needed) or "nothing"
 
     def start(self, name: str) -> None:
         """Start a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
@@ -147,7 +153,8 @@ class Pool:
 
     def _new_group(self, name: str) -> PlacementGroup:
         try:
-            group: PlacementGroup = placement_group([self._need or {"CPU": 0.001}], strategy="PACK")
+            bundle = {**self._need, **accelerator_resource(self._accelerator)} or {"CPU": 0.001}
+            group: PlacementGroup = placement_group([bundle], strategy="PACK")
         except GetTimeoutError:
             raise RunError(
                 f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy"

@@ -148,7 +148,8 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         copier=copier,
         saver=saver,
     )
-    return made, replace(ready, sights=sights_of(plan))
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return made, replace(ready, sights=sights_of(plan), gpu=gpu)
 
 
 def _reported(

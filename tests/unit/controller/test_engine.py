@@ -601,6 +601,34 @@ def test_what_only_a_worker_can_see_ends_a_run_before_it_begins(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+def test_workers_with_different_gpus_are_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", job_of(minimum=2))
+    run.prepare(A, gpu="NVIDIA H100 80GB HBM3")
+    with pytest.raises(InputError, match=f"the GPU of {B} is NVIDIA L4, but that of {A} is NVIDIA H100 80GB HBM3"):
+        run.prepare(B, gpu="NVIDIA L4")
+    run.engine.close()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_later_worker_with_another_gpu_is_replaced(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", job_of(), expected=1)
+    run.prepare(A, gpu="NVIDIA L4")
+    run.join(A)
+    run.prepare(B, gpu="NVIDIA T4")
+    assert run.told("worker_lost")["worker"] == B
+    assert run.told("worker_lost")["cause"].startswith("workers.accelerator: the GPU of ")
+    assert run.phase == "TRAIN"
+
+
+def test_different_models_of_the_accelerator_that_a_job_names_train_together(tmp_path: Path) -> None:
+    job = job_of()
+    run = Run(tmp_path / "run", replace(job, workers=replace(job.workers, accelerator="A100")))
+    run.prepare(A, gpu="NVIDIA A100-SXM4-40GB")
+    run.prepare(B, gpu="NVIDIA A100-SXM4-80GB")
+    run.join(A, B)
+    assert run.phase == "TRAIN"
+
+
 def test_later_workers_of_a_node_get_what_its_first_worker_saw_of_the_data(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(spares=2))
     seen = [{"data": (Sight(size=1, modified_ns=at, changed_ns=at, inode=1),)} for at in (1, 2, 3)]

@@ -57,6 +57,11 @@ def test_present_or_possible_room_is_enough(
     assert limits(monkeypatch, workers, most) == workers.min
 
 
+def test_nodes_without_the_accelerator_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="room for 0 workers of 1 CPU and 0 GPU each, on nodes with H100"):
+        limits(monkeypatch, Workers(accelerator="H100"), None)
+
+
 def test_an_autoscaler_with_unknown_limits_may_add_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits(monkeypatch, Workers(min=4, gpus=1), None, autoscaler=True) == 4
     with pytest.raises(InputError):

@@ -2,6 +2,9 @@
 
 import doctest
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from raytrain_plus.membership import buddies as module
 from raytrain_plus.membership.buddies import buddies
 
@@ -20,3 +23,17 @@ def test_a_keeper_stays_while_it_can() -> None:
     nodes = {"a": "x", "b": "x", "s": "x", "t": "y"}
     assert buddies("ab", "st", nodes, {"a": "s", "b": "t"}) == {"a": "s", "b": "t"}
     assert buddies("ab", "s", nodes, {"a": "s", "b": "t"}) == {"a": "s", "b": "a"}
+
+
+@given(owners=st.integers(1, 6), spares=st.integers(0, 3), data=st.data())
+def test_a_copy_lies_on_another_node_if_there_is_one(owners: int, spares: int, data: st.DataObject) -> None:
+    members, others = [f"w{number}" for number in range(owners)], [f"s{number}" for number in range(spares)]
+    nodes = {name: data.draw(st.sampled_from("xyz")) for name in (*members, *others)}
+    found = buddies(members, others, nodes)
+    for owner in members:
+        elsewhere = any(node != nodes[owner] for node in nodes.values())
+        if elsewhere:
+            assert nodes[found[owner]] != nodes[owner]
+        else:
+            assert (owner in found) == (len(nodes) > 1)
+            assert found.get(owner) != owner

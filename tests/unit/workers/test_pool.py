@@ -97,6 +97,21 @@ def test_what_a_worker_needs_is_spelled() -> None:
     assert Pool(1, 0, Imports()).need == "1 CPU"
     assert Pool(0.5, 1, Imports()).need == "0.5 CPU, 1 GPU"
     assert Pool(0, 0, Imports()).need == "nothing"
+    assert Pool(1, 1, Imports(), accelerator="H100").need == "1 CPU, 1 GPU, a node with H100"
+
+
+def test_a_worker_is_placed_on_a_node_with_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def group(bundles: Any, strategy: str) -> None:
+        asked.extend(bundles)
+        raise GetTimeoutError("enough")
+
+    monkeypatch.setattr(pool, "placement_group", group)
+    for accelerator in (None, "H100"):
+        with pytest.raises(RunError):
+            Pool(1, 1, None, accelerator=accelerator).start("worker-1")
+    assert asked == [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1, "accelerator_type:H100": 0.001}]
 
 
 NODE = "ab" * 28
