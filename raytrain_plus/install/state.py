@@ -78,9 +78,13 @@ def _compiled_part_is_there() -> bool:
 
 
 def choose_collective(wanted: str) -> str:
-    """Return `horovod` or `torch`. Raises `InputError` if Horovod is requested explicitly and is not usable."""
-    if wanted == "torch":
-        return "torch"
+    """Return `horovod`, `torch` or `nccl`. Raises `InputError` if one is requested explicitly and is not usable."""
+    if wanted == "nccl" and find_spec("nccl") is None:
+        raise InputError(
+            "nccl4py is not installed", where="collective: nccl", remedy="pip install 'raytrain-plus[nccl]'"
+        )
+    if wanted in ("torch", "nccl"):
+        return wanted
     state = horovod_state()
     if state.usable:
         return "horovod"

@@ -139,6 +139,13 @@ def microbatches(microbatches: int, batch_size: int, shards: int) -> Problem:
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
 
 
+def collective(collective: str, gpus: float) -> Problem:
+    """Return what is wrong with collective on these devices."""
+    if collective != "nccl" or gpus:
+        return None
+    return "NCCL sums on GPUs, and workers.gpus is 0", "workers.gpus: 1, or another collective", ""
+
+
 def precision(precision: str, schedule: str, gpus: float) -> Problem:
     """Return what is wrong with precision on these devices and with this schedule."""
     if precision == "tf32" and not gpus:

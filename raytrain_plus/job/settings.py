@@ -315,10 +315,11 @@ class Job:
     parallel: Parallel = field(default_factory=Parallel)
     """How a step is divided into pipeline stages and microbatches."""
 
-    collective: Literal["auto", "horovod", "torch"] = "auto"
+    collective: Literal["auto", "horovod", "torch", "nccl"] = "auto"
     """Library that sums gradients. `auto` (the default): Horovod if it is built, otherwise `torch`, which is
     torch.distributed with Gloo. On GPUs both sum in pinned memory of the host, and are left as on CPUs when a worker is
-    lost."""
+    lost. `nccl`: replicas sum on their GPUs; a group then takes seconds to form again after each change. It was not run
+    on a GPU yet."""
 
     reduction: Literal["ring", "exact"] = "ring"
     """How gradients are summed. `ring` (the default): a ring all-reduce; results differ by rounding with the number

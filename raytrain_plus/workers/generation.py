@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.invitation import Invitation
+from raytrain_plus.collective.nccl_world import Nccl, NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
@@ -252,6 +253,9 @@ class Generation:
         if invitation.size == 1:
             return SoloWorld()
         plan = self._prepared.plan
+        if plan.collective == "nccl":
+            library = Nccl(self._prepared.device)
+            return NcclWorld(TorchWorld(invitation), library, invitation.timeout_s, self._control.interrupted)
         if plan.collective != "horovod":
             return self._staged(TorchWorld(invitation))
         # The rings of workers that share a stage's slices sum the same gradients of what is not cut.

@@ -91,3 +91,12 @@ def test_an_unusable_build_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> N
     assert caught.value.remedy == "raytrain install-horovod"
     show(monkeypatch, None, "2.13.0+cpu")
     assert state.passed_over("auto") == ""
+
+
+def test_nccl_is_used_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="nccl4py is not installed") as caught:
+        state.choose_collective("nccl")
+    assert caught.value.remedy == "pip install 'raytrain-plus[nccl]'"
+    monkeypatch.setattr(state, "find_spec", lambda name: name)
+    assert state.choose_collective("nccl") == "nccl"

@@ -100,7 +100,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "clip_norm: .nan\n", [], "clip_norm: nan is not allowed"),
         (GOOD + "seed: 010\n", [], "seed: '010' is not allowed\n  expected: an integer"),
         (GOOD + "seed: 1:30\n", [], "seed: '1:30' is not allowed"),
-        (GOOD + "collective: mpi\n", [], "collective: 'mpi' is not allowed\n  expected: one of auto, horovod, torch"),
+        (
+            GOOD + "collective: mpi\n",
+            [],
+            "collective: 'mpi' is not allowed\n  expected: one of auto, horovod, torch, nccl",
+        ),
         (GOOD + "task_args: [1\n", [], "/job.yaml:5:1: is not valid YAML"),
         (GOOD + "trackers: mlflow\n", [], "trackers: 'mlflow' is not allowed\n  expected: a list of strings"),
         (GOOD + "trackers: [mlfow]\n", [], "unknown tracker 'mlfow'\n  expected: mlflow or wandb; TensorBoard"),

@@ -1,0 +1,273 @@
+"""A world whose members sum the tensors of their GPUs by NCCL, beside a world of the host for everything else.
+
+NCCL is reached through `nccl4py`, whose communicator is a plain object, and not through torch's process groups: those
+have watchdogs that end the process, and destroy what must be aborted. Each generation has a communicator of its own,
+made without blocking. A member leaves it by aborting it, whether the others live or not: from NCCL 2.31 on, to destroy
+one waits for all others of the node, without a limit.
+
+Nothing here waits in NCCL or in CUDA. Every wait looks whether the work of the GPU has ended, whether NCCL reports an
+error, and whether the member is to leave; a GPU that works on a sum whose other members are gone never ends it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import torch
+
+from raytrain_plus.collective.world import LOOK_S, Operation, Work, World, wait
+from raytrain_plus.errors import Interrupted
+
+ID_BYTES = 128
+"""The length of what NCCL's members find each other by."""
+POLL_S = 0.001
+"""Seconds between two looks at the GPU."""
+
+State = Literal["ready", "under way", "failed"]
+
+
+class Event(Protocol):
+    """A place in the work of a device: a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Return whether the device has come so far."""
+
+
+class Communicator(Protocol):
+    """A member's part in NCCL, on one device. Operations run on the device, in the order in which they were started.
+
+    After each start nothing may follow until `state` is no longer "under way".
+    """
+
+    def state(self) -> State:
+        """Return what NCCL says of it: whether it can be used, is occupied, or has failed."""
+
+    def why(self) -> str:
+        """Return NCCL's last error, in words."""
+
+    def reduce(self, tensor: torch.Tensor, operation: Operation) -> None:
+        """Start to replace a tensor by its sum or maximum, after what is computed now."""
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Start to gather bytes, after what is computed now."""
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Start to exchange bytes, after what is computed now."""
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Start to sum parts, after what is computed now."""
+
+    def mark(self) -> Event:
+        """Return where all operations that were started have ended."""
+
+    def use(self, event: Event) -> None:
+        """Let what is computed from now on wait for this, on the device."""
+
+    def abort(self) -> None:
+        """End what is under way here, and free everything. May be called at any time, more than once."""
+
+
+class Library(Protocol):
+    """What makes communicators: `Nccl`."""
+
+    def new_id(self) -> bytes:
+        """Return an id for the members of one world, `ID_BYTES` long."""
+
+    def begin(self, shared_id: bytes, rank: int, size: int) -> Communicator:
+        """Begin to make a member's communicator, without waiting for the others."""
+
+
+class NcclWorld:
+    """See the module docstring. A `World` for tensors of a GPU and of the host."""
+
+    def __init__(
+        self, host: World, library: Library, limit_s: float, interrupted: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Join the others of `host`, a world of the host, which is left with this one.
+
+        Raises `Interrupted` if a member does not join within `limit_s`, or `interrupted` returns True meanwhile; the
+        world of the host is left then.
+        """
+        self.rank, self.size = host.rank, host.size
+        self._host = host
+        self._limit_s = limit_s
+        self._interrupted = interrupted
+        self._communicator: Communicator | None = None
+        try:
+            # Of the first member; the sum with zeros of the others.
+            own = library.new_id() if self.rank == 0 else bytes(ID_BYTES)
+            shared = torch.tensor(list(own), dtype=torch.int64)
+            wait([host.reduce(shared, "the id of NCCL's members")], "the id of NCCL's members", limit_s, interrupted)
+            self._communicator = library.begin(bytes(shared.tolist()), self.rank, self.size)
+            self._settle("NCCL to form")
+        except BaseException:
+            self.close()
+            raise
+
+    def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
+        """See `World`."""
+        if _on_host(tensor):
+            return self._host.reduce(tensor, name, operation)
+        return self._started(name, lambda one: one.reduce(tensor, operation))
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        if _on_host(tensor):
+            return self._host.gather(tensor, into, name)
+        return self._started(name, lambda one: one.gather(_bytes(tensor), _bytes(into)))
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        if _on_host(tensor):
+            return self._host.exchange(tensor, into, name)
+        return self._started(name, lambda one: one.exchange(_bytes(tensor), _bytes(into)))
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
+        """See `World`."""
+        if _on_host(tensor):
+            return self._host.reduce_scatter(tensor, into, name)
+        return self._started(name, lambda one: one.reduce_scatter(tensor.view(-1), into.view(-1)))
+
+    def close(self) -> None:
+        """Abort NCCL's part and leave the world of the host."""
+        if self._communicator is not None:
+            self._communicator.abort()
+        self._host.close()
+
+    @property
+    def _made(self) -> Communicator:
+        assert self._communicator is not None, "it was begun"
+        return self._communicator
+
+    def _started(self, name: str, start: Callable[[Communicator], None]) -> Work:
+        communicator = self._made
+        try:
+            start(communicator)
+        except Exception as error:
+            raise Interrupted(f"cannot start the collective of {name}: {error}") from error
+        self._settle(f"NCCL to start the collective of {name}")
+        return _NcclWork(communicator, communicator.mark(), name)
+
+    def _settle(self, what: str) -> None:
+        """Wait until NCCL can be used. Raises `Interrupted` if it fails, or this member is to leave."""
+        communicator, start = self._made, time.monotonic()
+        while (state := communicator.state()) != "ready":
+            if state == "failed":
+                raise Interrupted(f"stopped waiting for {what}: {communicator.why()}")
+            if self._interrupted():
+                raise Interrupted(f"stopped waiting for {what}")
+            if time.monotonic() - start > self._limit_s:
+                raise Interrupted(f"stopped waiting for {what}, after {self._limit_s:g} s")
+            time.sleep(POLL_S)
+
+
+class _NcclWork:
+    def __init__(self, communicator: Communicator, event: Event, name: str) -> None:
+        self._communicator = communicator
+        self._event = event
+        self._name = name
+
+    def ended(self, within_s: float) -> bool:
+        until = time.monotonic() + min(within_s, LOOK_S)
+        while not self._event.query():
+            # Asked only while something is under way: what has ended is right, whatever fails later.
+            if self._communicator.state() == "failed":
+                raise Interrupted(f"the collective of {self._name} failed: {self._communicator.why()}")
+            if time.monotonic() >= until:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    def finish(self) -> None:
+        self._communicator.use(self._event)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the tensor's bytes, which NCCL moves whatever they mean."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+class Nccl:
+    """NCCL on one GPU of this process, as `Library`."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Prepare for communicators on `device`. Raises `ImportError` without `nccl4py`."""
+        import nccl.core
+
+        self._nccl = nccl.core
+        self._device = device
+
+    def new_id(self) -> bytes:
+        """See `Library`."""
+        return bytes(self._nccl.get_unique_id())
+
+    def begin(self, shared_id: bytes, rank: int, size: int) -> Communicator:
+        """See `Library`."""
+        nccl = self._nccl
+        with torch.cuda.device(self._device):
+            config = nccl.NCCLConfig(blocking=False)
+            made = nccl.Communicator.init(size, rank, nccl.UniqueId.from_bytes(shared_id), config)
+        return _OnGpu(nccl, made, self._device)
+
+
+class _OnGpu:
+    """A communicator of `nccl4py`, with a stream of its own."""
+
+    def __init__(self, nccl: Any, communicator: Any, device: torch.device) -> None:
+        self._nccl = nccl
+        self._communicator = communicator
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._aborted = False
+
+    def state(self) -> State:
+        if self._aborted:
+            return "failed"
+        found = self._communicator.get_async_error()
+        result = type(found)
+        return "ready" if found == result.Success else "under way" if found == result.InProgress else "failed"
+
+    def why(self) -> str:
+        return "it was left" if self._aborted else str(self._communicator.get_last_error())
+
+    def reduce(self, tensor: torch.Tensor, operation: Operation) -> None:
+        op = self._nccl.SUM if operation == "sum" else self._nccl.MAX
+        self._start(lambda stream: self._communicator.allreduce(tensor, tensor, op, stream=stream), tensor)
+
+    def gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._start(lambda stream: self._communicator.allgather(tensor, into, stream=stream), tensor, into)
+
+    def exchange(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        self._start(lambda stream: self._communicator.alltoall(tensor, into, stream=stream), tensor, into)
+
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        total = self._nccl.SUM
+        self._start(lambda stream: self._communicator.reduce_scatter(tensor, into, total, stream=stream), tensor, into)
+
+    def mark(self) -> Event:
+        event: Event = self._stream.record_event()
+        return event
+
+    def use(self, event: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def abort(self) -> None:
+        if not self._aborted:
+            self._aborted = True
+            self._communicator.abort()
+
+    def _start(self, start: Callable[[int], None], *tensors: torch.Tensor) -> None:
+        """Start an operation on the communicator's stream, after what is computed now."""
+        stream = self._stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device):
+            start(stream.cuda_stream)
+        for tensor in tensors:
+            # Its memory is not used again before the operation has ended.
+            tensor.record_stream(stream)
