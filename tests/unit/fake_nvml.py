@@ -19,6 +19,10 @@ class NVMLErrorDriverNotLoaded(NVMLError):
     pass
 
 
+class NVMLErrorNotSupported(NVMLError):
+    pass
+
+
 @dataclass
 class FakeNvml:
     """The functions of `pynvml` that this package calls. A handle is a GPU's number."""
@@ -33,6 +37,7 @@ class FakeNvml:
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = NVMLErrorLibraryNotFound
     NVMLError_DriverNotLoaded = NVMLErrorDriverNotLoaded
+    NVMLError_NotSupported = NVMLErrorNotSupported
     NVML_P2P_CAPS_INDEX_NVLINK = 2
     NVML_P2P_STATUS_OK = 0
 
