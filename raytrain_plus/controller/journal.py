@@ -29,6 +29,7 @@ from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
 from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
+from raytrain_plus.observe.gpu_use import GpuUse, GpuUses
 from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.step_profile import Profiled, StepProfile
 from raytrain_plus.observe.trackers import Relay
@@ -86,6 +87,7 @@ class Journal:
         self._incidents = Incidents()
         self._bubble = Bubble()
         self._gathered = Gathered()
+        self._gpus = GpuUses()
         self._profile = StepProfile()
         self._remarked: set[str] = set()
         """The keys of the remarks that are reported."""
@@ -203,6 +205,9 @@ class Journal:
                 self._profile.add(worker, one)
             elif isinstance(one, Remark):
                 self._remark(one)
+            elif isinstance(one, GpuUse):
+                self.gauges.gpu(worker, one)
+                self._gpus.add(worker, one)
         for record in steps:
             self.gauges.worked(worker, record)
             for remark in record.remarks:
@@ -464,6 +469,7 @@ class Journal:
                 grad_norm=record.grad_norm,
                 seconds=record.seconds,
                 **optional_fields(record),
+                **self._gpus.fields(self._members, self._clock()),
             )
             self._recovered(self._incidents.committed(record.time))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ray.util.metrics import Gauge
 
-from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, GaugeValues
+from raytrain_plus.observe.gauges import OF_GPU, OF_RUN, OF_WORKER, GaugeValues
 
 PERIOD_S = 1.0
 """Seconds between two updates."""
@@ -48,6 +48,7 @@ class Metrics:
 
     def _gauge(self, name: str) -> Gauge:
         if name not in self._gauges:
-            what, tags = (OF_RUN[name], ()) if name in OF_RUN else (OF_WORKER[name], ("worker", "stage"))
+            what = {**OF_RUN, **OF_WORKER, **OF_GPU}[name]
+            tags = () if name in OF_RUN else ("worker", "stage")
             self._gauges[name] = Gauge(name, what, ("run", *tags)).set_default_tags({"run": self._run})
         return self._gauges[name]

@@ -8,38 +8,21 @@ import resource
 import shutil
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
+from raytrain_plus.install.check import Check
+from raytrain_plus.install.gpu_probe import probe_nvml, probe_torch
+from raytrain_plus.install.gpus import gpu_checks
 from raytrain_plus.install.horovod import missing_tools
 from raytrain_plus.install.state import probe
-
-Status = Literal["PASS", "WARN", "FAIL"]
 
 _NEEDED = {"ray": (2, 55), "torch": (2, 10), "pyarrow": (17, 0), "numpy": (1, 26)}
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """The result of one check."""
-
-    name: str
-    status: Status
-    detail: str
-    remedy: str = ""
-    """The command that fixes it; empty if nothing is wrong."""
-
-    def lines(self) -> list[str]:
-        """Return lines of text for a person."""
-        fix = [f"      fix: {self.remedy}"] if self.remedy else []
-        return [f"{self.status}  {self.name}: {self.detail}", *fix]
-
-
 def checks() -> list[Check]:
     """Run all checks; takes a few seconds and changes nothing."""
-    return [Check("Python", "PASS", platform.python_version()), *_packages(), *_horovod(), *_machine()]
+    return [Check("Python", "PASS", platform.python_version()), *_packages(), *_horovod(), *_gpus(), *_machine()]
 
 
 def _packages() -> Iterator[Check]:
@@ -65,6 +48,17 @@ def _horovod() -> Iterator[Check]:
     yield Check("Horovod", "WARN", f"{state.reason}; `collective: auto` uses torch.distributed instead", state.remedy)
     for problem in missing_tools():
         yield Check("to build Horovod", "WARN", problem.what, problem.remedy)
+
+
+def _gpus() -> list[Check]:
+    found = probe_nvml()
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        return gpu_checks(found, None)
+    # Most machines without GPUs have this build, and need not wait until it is loaded.
+    alone = found is None and torch.endswith("+cpu")
+    return gpu_checks(found, None if alone else probe_torch())
 
 
 def _machine() -> Iterator[Check]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import RunProgress
 
@@ -40,8 +41,15 @@ OF_WORKER: dict[str, str] = {
 }
 """Gauges of each member of the group: sums over the steps that it has made. All have the tags worker and stage."""
 
+OF_GPU: dict[str, str] = {
+    "raytrain_gpu_utilisation": "Share of the time in which the worker's GPU computed, by its driver: 0 to 1",
+    "raytrain_gpu_memory_bytes": "Memory in use on the worker's GPU, by all processes",
+    "raytrain_gpu_power_watts": "Power that the worker's GPU draws",
+}
+"""Gauges of each member's GPU, read every few seconds, with the same tags; CPU workers have none."""
+
 GaugeValues = Mapping[tuple[str, tuple[str, ...]], float]
-"""Values by (gauge, tag values); the tag values are worker and stage for `OF_WORKER`, else none."""
+"""Values by (gauge, tag values); the tag values are worker and stage for `OF_WORKER` and `OF_GPU`, else none."""
 
 
 class _Totals(Protocol):
@@ -72,12 +80,13 @@ class _GaugeRecord(Protocol):
 
 @dataclass(slots=True)
 class _Worked:
-    """The time that a member spent in steps, in seconds."""
+    """The time that a member spent in steps, in seconds, and the newest reading of its GPU."""
 
     stage: str
     step_s: float = 0.0
     waited_s: float = 0.0
     reduce_s: float = 0.0
+    gpu: GpuUse | None = None
 
 
 class Gauges:
@@ -116,6 +125,12 @@ class Gauges:
             worked.waited_s += record.waited_s
             worked.reduce_s += record.reduce_s
 
+    def gpu(self, worker: str, use: GpuUse) -> None:
+        """Add a reading of a member's GPU."""
+        worked = self._members.get(worker)
+        if worked is not None:
+            worked.gpu = use
+
     def values(self, checkpoint: float | None) -> GaugeValues:
         """Return the values of the gauges, without those that have no value now.
 
@@ -151,4 +166,11 @@ class Gauges:
             found["raytrain_step_seconds", tags] = worked.step_s
             found["raytrain_data_wait_seconds", tags] = worked.waited_s
             found["raytrain_reduce_seconds", tags] = worked.reduce_s
+            if worked.gpu is not None:
+                of_gpu = {
+                    "raytrain_gpu_utilisation": worked.gpu.utilisation,
+                    "raytrain_gpu_memory_bytes": worked.gpu.memory_bytes,
+                    "raytrain_gpu_power_watts": worked.gpu.power_w,
+                }
+                found |= {(name, tags): float(value) for name, value in of_gpu.items() if value is not None}
         return found

@@ -51,7 +51,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 """The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
 _OPTIONAL = {
-    "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr"}),
+    "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr", "gpus"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
     "checkpoint_saved": frozenset({"checkpoint"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
@@ -59,7 +59,8 @@ _OPTIONAL = {
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
 
 `rows_skipped`: the number of rows that were left out because they cannot be used. `lr`: the learning rate with which
-the step was made; a list if the optimizer has several parameter groups.
+the step was made; a list if the optimizer has several parameter groups. `gpus`: readings of the members' GPUs, as
+`gpu_use.GpuUse`, in one step every half a minute or so.
 """
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -74,6 +75,9 @@ _MEMBER = has.object_of(
     shards=has.list_of(has.whole(0)),
 )
 _RATES = has.list_of(has.number_or_nonfinite)
+_GPU = has.object_of(
+    utilisation=has.maybe(has.number(0)), memory_bytes=has.maybe(has.whole(0)), power_w=has.maybe(has.number(0))
+)
 _SHAPES: dict[str, has.JsonShape] = {
     "time": _SECONDS,
     "generation": has.whole(-1),
@@ -94,6 +98,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "skipped": has.truth,
     "rows_skipped": has.whole(1),
     "lr": lambda value: (_RATES if isinstance(value, list) else has.number_or_nonfinite)(value),
+    "gpus": has.table_of(_GPU),
     "seconds": _SECONDS,
     **_WHO,
     "cause": has.text,

@@ -27,6 +27,8 @@ class Past:
     """The highest step whose evaluation was reported and is not void."""
     members: tuple[Mapping[str, Any], ...] = ()
     """The members of the newest group: `worker`, `pid`, `node` and more."""
+    gpus: Mapping[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    """The newest reading of the GPU of each of these members that has one, and when it was written, in Unix seconds."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Held-out metrics by step."""
     resumptions: tuple[tuple[int, int], ...] = ()
@@ -56,10 +58,12 @@ def load_history(run: Folder) -> Past:
     rows_skipped: dict[int, int] = {}
     resumptions: list[tuple[int, int]] = []
     members: tuple[Mapping[str, Any], ...] = ()
+    gpus: dict[str, tuple[float, Mapping[str, Any]]] = {}
     # Metrics by step: a resumption voids those of later steps.
     metrics: dict[int, Mapping[str, float]] = {}
     for event in read_events(run):
         generation = max(generation, event["generation"])
+        gpus.update({worker: (event["time"], use) for worker, use in event.get("gpus", {}).items()})
         if event["kind"] == "step_committed" and not _void(event["generation"], event["step"], resumptions):
             committed = max(committed, event["step"])
             if event.get("skipped"):
@@ -68,6 +72,10 @@ def load_history(run: Folder) -> Past:
                 rows_skipped[event["step"]] = event["rows_skipped"]
         elif event["kind"] == "view_formed":
             members = tuple(event["members"])
+            gpus = {one["worker"]: gpus[one["worker"]] for one in members if one["worker"] in gpus}
+        elif event["kind"] == "run_started":
+            # Each controller names its workers alike.
+            gpus.clear()
         elif event["kind"] == "recovered":
             recoveries, stall_s = recoveries + 1, stall_s + event["stall_s"]
         elif event["kind"] == "evaluated" and not _void(event["generation"], event["step"], resumptions):
@@ -93,6 +101,7 @@ def load_history(run: Folder) -> Past:
         recorded=recorded,
         committed=committed,
         members=members,
+        gpus=gpus,
         evaluated=evaluated,
         metrics=metrics,
         resumptions=tuple(resumptions),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.observe.gpu_use import gpu_text
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
@@ -42,6 +44,8 @@ class WorkerPlace:
     worker: str
     pid: int
     node: str
+    gpu: Mapping[str, Any] | None = None
+    """The newest reading of its GPU: `utilisation`, `memory_bytes`, `power_w`, `age_s`; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Status:
         said = [f"{self.run}: {self.state}; {plural(self.steps, 'step')}"]
         if self.incomplete_from is not None:
             said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
-        said += [f"  {at.worker}: process {at.pid} on the node {at.node[:12]}" for at in self.workers]
+        said += [f"  {at.worker}: process {at.pid} on the node {at.node[:12]}{_gpu(at)}" for at in self.workers]
         if not self.checkpoints:
             said.append("  no checkpoints yet")
         else:
@@ -129,8 +133,20 @@ def status(run: Folder) -> Status:
         gap,
         saved_step=_newest(past),
         saved=saved,
-        workers=tuple(WorkerPlace(one["worker"], one["pid"], one["node"]) for one in alive),
+        workers=tuple(_place(one, past, now) for one in alive),
     )
+
+
+def _place(member: Mapping[str, Any], past: Past, now: float) -> WorkerPlace:
+    name = member["worker"]
+    time_s, use = past.gpus.get(name, (0.0, None))
+    gpu = None if use is None else {**use, "age_s": max(0.0, now - time_s)}
+    return WorkerPlace(name, member["pid"], member["node"], gpu)
+
+
+def _gpu(at: WorkerPlace) -> str:
+    text = "" if at.gpu is None else gpu_text(at.gpu)
+    return f"; {text}, {_spelled_age(at.gpu['age_s'])} ago" if at.gpu is not None and text else ""
 
 
 def newest_saved(run: Folder) -> int | None:

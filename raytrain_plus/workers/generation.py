@@ -35,6 +35,7 @@ from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.window import OverlappingSteps
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.device_fault import device_fault
+from raytrain_plus.workers.gpu_meter import metered
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.profiled import profiling_of
@@ -110,6 +111,8 @@ class Generation:
             # Its first batches are made while the world forms.
             feed = prepared.feeds.of_member(assignment.layers.stage, assignment.shards, assignment.first_step, stack)
             stack.enter_context(self._reporter)
+            if prepared.gpu_uuid is not None:
+                stack.enter_context(metered(prepared.gpu_uuid, self._reporter.tell))
             if self._profiling is not None:
                 # What was profiled until an interrupt is written, once the worlds are left.
                 stack.callback(self._profiling.stop, control)

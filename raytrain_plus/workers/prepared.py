@@ -62,6 +62,8 @@ class Prepared:
     source: StateSource
     copier: Copier
     saver: Saver
+    gpu_uuid: str | None = None
+    """The UUID of its GPU, as NVML spells it; None without a GPU."""
 
     @property
     def sharded(self) -> bool:
@@ -147,9 +149,15 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         source=StateSource(worker, own, copier),
         copier=copier,
         saver=saver,
+        gpu_uuid=nvml_uuid(device) if device.type == "cuda" else None,
     )
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return made, replace(ready, sights=sights_of(plan), gpu=gpu)
+
+
+def nvml_uuid(device: torch.device) -> str:
+    """Return the UUID of a GPU as NVML spells it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _reported(

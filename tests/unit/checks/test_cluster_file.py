@@ -36,7 +36,7 @@ def test_ray_accepts_it_unchanged(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
-@pytest.mark.parametrize("kind", ["-minimal", ""])
+@pytest.mark.parametrize("kind", ["-minimal", "", "-8gpu"])
 def test_nothing_trains_on_the_head_and_workers_are_on_spot(name: str, kind: str) -> None:
     types = loaded(CLUSTERS / f"{name}{kind}.yaml")["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}
@@ -174,10 +174,18 @@ def test_impossible_requests_are_refused() -> None:
 
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
 def test_resources_of_pods(file: Path) -> None:
+    eight = file.stem.endswith("-8gpu")
     assert node_types(file)[0] == (
         NodeType("head", 1, 1, {"CPU": 0.0, "GPU": 0.0}, True),
-        NodeType("gpu-spot", 0, 8, {"CPU": 4.0, "GPU": 1.0}),
+        NodeType("gpu-spot", 0, *((4, {"CPU": 88.0, "GPU": 8.0}) if eight else (8, {"CPU": 4.0, "GPU": 1.0}))),
     )
+
+
+@pytest.mark.parametrize("name", ["aws-8gpu.yaml", "gcp-8gpu.yaml", "azure-8gpu.yaml", "kuberay/raycluster-8gpu.yaml"])
+def test_machines_with_eight_gpus(name: str) -> None:
+    found = fit(job(min=8, max=32, gpus=1), CLUSTERS / name)
+    assert (found.first, found.most, found.wanted) == (0, 32, 32)
+    assert [one.partition(": ")[2] for one in found.roomy] == ["up to 4 machines, 8 on each"]
 
 
 def test_the_limit_on_all_machines_together_applies(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from raytrain_plus.controller.journal import Journal
 from raytrain_plus.data import parts
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.run_events import EventLog, read_events
 from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker
 from raytrain_plus.result import RESULT, Result
@@ -103,6 +104,36 @@ def test_a_profile_of_the_committed_steps_is_in_the_result_and_in_a_file(journal
     assert [row["steps"] for row in result.profile["workers"]] == [[0]]
     assert json.loads(run.read("profile/summary.json")) == result.profile
     assert [event["text"] for event in read_events(run) if event["kind"] == "noted"] == ["no trace"]
+
+
+def test_readings_of_gpus_are_in_a_step_every_half_a_minute(run: Folder) -> None:
+    now = 1000.0
+    journal = Journal(run, batch_size=8, rows=80, end=None, past=Past(), clock=lambda: now)
+    journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
+    for name in "ab":
+        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+    journal.regroup(0.0, ["a", "b"], -1, 0)
+    journal._members = ("a", "b")
+    use = GpuUse(utilisation=0.5, memory_bytes=10, power_w=None)
+    for seconds in (0.0, 29.0, 2.0, 30.0):
+        now += seconds
+        number = journal.committed + 1
+        journal.report("a", [replace(use, memory_bytes=number), step(number)])
+        # A worker that is no member, and a member that has no GPU.
+        journal.report("gone", [use])
+        journal.report("b", [step(number)])
+    # No reading has come since.
+    now += 60.0
+    for name in "ab":
+        journal.report(name, [step(4)])
+    journal.settle()
+    told = [event.get("gpus") for event in read_events(run) if event["kind"] == "step_committed"]
+    journal.close()
+
+    def shown(number: int) -> dict[str, dict[str, float | None]]:
+        return {"a": {"utilisation": 0.5, "memory_bytes": number, "power_w": None}}
+
+    assert told == [shown(0), None, shown(2), shown(3), None]
 
 
 def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, run: Folder) -> None:

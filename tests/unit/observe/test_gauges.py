@@ -8,7 +8,8 @@ from itertools import pairwise
 import pytest
 
 from raytrain_plus.controller.totals import Totals
-from raytrain_plus.observe.gauges import OF_RUN, OF_WORKER, Gauges, GaugeValues
+from raytrain_plus.observe.gauges import OF_GPU, OF_RUN, OF_WORKER, Gauges, GaugeValues
+from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.training.records import StepRecord
 from tests.unit.observe.dashboard import dashboard, queries
 from tests.unit.observe.feed import event, step, view
@@ -164,9 +165,23 @@ def test_each_members_time_adds_up_and_ends_with_it(run: Run) -> None:
     }
 
 
+def test_a_member_with_a_gpu_has_the_newest_reading_of_what_its_driver_reports(run: Run) -> None:
+    run.gauges.gpu("worker-0", GpuUse(utilisation=0.1, memory_bytes=1, power_w=1.0))
+    run.gauges.add(view(4, 4))
+    run.gauges.gpu("worker-1", GpuUse(utilisation=0.2, memory_bytes=1, power_w=60.0))
+    run.gauges.gpu("worker-1", GpuUse(utilisation=0.9, memory_bytes=2 * 10**9, power_w=None))
+    assert {key: value for key, value in run.of_workers().items() if key[0] in OF_GPU} == {
+        ("raytrain_gpu_utilisation", ("worker-1", "0")): 0.9,
+        ("raytrain_gpu_memory_bytes", ("worker-1", "0")): 2e9,
+    }
+    run.gauges.add(view(8))
+    assert not {name for name, _ in run.of_workers()} & OF_GPU.keys()
+
+
 def test_every_gauge_has_a_panel_and_every_query_uses_existing_gauges() -> None:
     asked = list(queries())
-    assert set().union(*(metrics for _, metrics, _ in asked)) == {f"ray_{name}" for name in {**OF_RUN, **OF_WORKER}}
+    gauges = {**OF_RUN, **OF_WORKER, **OF_GPU}
+    assert set().union(*(metrics for _, metrics, _ in asked)) == {f"ray_{name}" for name in gauges}
     for text, metrics, labels in asked:
         for metric in metrics:
             tags = {"run"} if metric.removeprefix("ray_") in OF_RUN else {"run", "worker", "stage"}

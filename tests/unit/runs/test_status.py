@@ -14,6 +14,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence, Lease
+from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import listed, status, what_is_kept
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
@@ -189,3 +190,36 @@ def test_a_file_system_that_falsely_claims_exclusive_creation_is_detected(tmp_pa
     assert status(LocalFolder(tmp_path / "run")).single_writer
     (tmp_path / "run" / "claims" / "00000002.json").write_bytes(b"{")
     assert status(LocalFolder(tmp_path / "run")).single_writer
+
+
+def test_a_living_run_shows_the_newest_reading_of_each_gpu(run: Folder) -> None:
+    members = [
+        {"worker": name, "pid": pid, "node": "n", "replica": pid, "stage": 0, "params": 1, "shards": [pid]}
+        for pid, name in enumerate("abc")
+    ]
+    view = {"members": members, "spares": [], "collective": "torch", "moved_bytes": 0}
+    started = {"job": "", "versions": {}, "address": ""}
+    use = {"utilisation": 0.93, "memory_bytes": 61_200_000_000, "power_w": 512.0}
+    nothing = dict.fromkeys(use)
+    [(generation, kind, fields)] = committed(0, 0)
+    readings = {"a": {**use, "power_w": 1.0}, "b": nothing, "gone": use}
+    events = [
+        (0, "run_started", started),
+        (0, "view_formed", {**view, "members": [*members, {**members[0], "worker": "gone"}]}),
+        (generation, kind, {**fields, "gpus": readings}),
+        (generation, kind, {**fields, "step": 1, "gpus": {"a": use}}),
+        (1, "view_formed", view),
+    ]
+    tell(run, events)
+    Lease(run, "here:1").renew()
+    assert load_history(run).gpus.keys() == {"a", "b"}
+    found = status(run)
+    first = found.lines()[1]
+    assert first.startswith("  a: process 0 on the node n; GPU 93 % busy, 61.2 GB in use, 512 W, ")
+    assert first.endswith(" s ago")
+    assert found.lines()[2:4] == ["  b: process 1 on the node n", "  c: process 2 on the node n"]
+    assert found.to_json()["workers"][2] == {"worker": "c", "pid": 2, "node": "n", "gpu": None}
+    # The next controller names its workers alike.
+    tell(run, [(2, "run_started", started), (2, "view_formed", view)])
+    assert load_history(run).gpus == {}
+    Lease(run, "here:1").release()

@@ -22,6 +22,8 @@ from raytrain_plus.collective.world import wait
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_clock import marks
 from raytrain_plus.device_copies import BatchCopies, HostCopies, pinned
+from raytrain_plus.install.gpu_probe import read_nvml, read_torch
+from raytrain_plus.install.gpus import gpu_checks
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.state.hostcopy import HostMemory
@@ -33,6 +35,8 @@ from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.workers.gpu_meter import read
+from raytrain_plus.workers.prepared import nvml_uuid
 from tests.gpu import DEVICE, NEEDS_GPU
 from tests.unit.collective.test_staged import Doubling
 from tests.unit.training.group import Group, context
@@ -417,3 +421,25 @@ def test_weights_in_pieces_make_the_host_wait_twice(reads: list[int]) -> None:
     make_one_step(steps, reads)
     # For the weight of the shards, and for the norms of all layers.
     assert len(reads) == 2
+
+
+def test_the_doctor_finds_this_gpu_sound() -> None:
+    nvml = pytest.importorskip("pynvml")
+    checks = gpu_checks(read_nvml(nvml), read_torch(torch))
+    print("\n".join(line for check in checks for line in check.lines()))
+    status = {check.name: check.status for check in checks}
+    assert (status["NVIDIA driver"], status["NCCL"], status["sum over GPUs"]) == ("PASS", "PASS", "PASS")
+
+
+def test_nvml_knows_this_gpu_by_the_uuid_that_torch_reports() -> None:
+    nvml = pytest.importorskip("pynvml")
+    nvml.nvmlInit()
+    try:
+        gpu = nvml.nvmlDeviceGetHandleByUUID(nvml_uuid(DEVICE))
+        assert nvml.nvmlDeviceGetName(gpu) == torch.cuda.get_device_name(DEVICE)
+        held = torch.zeros(2**28, dtype=torch.uint8, device=DEVICE)
+        use = read(nvml, gpu)
+    finally:
+        nvml.nvmlShutdown()
+    assert use.memory_bytes is not None
+    assert use.memory_bytes >= held.nbytes

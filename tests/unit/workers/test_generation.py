@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +17,11 @@ from torch import nn
 
 from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.state.stages import REST
 from raytrain_plus.training.loop import Evaluation
 from raytrain_plus.training.thread_control import Control
-from raytrain_plus.workers import reporter
+from raytrain_plus.workers import generation, reporter
 from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.prepared import Prepared
@@ -276,3 +279,25 @@ def test_a_member_starts_over_once_others_have_copied_what_it_holds(tmp_path: Pa
     running.join(30)
     assert [outcome.why for outcome in outcomes] == ["finished"]
     assert prepared.own.state is not before
+
+
+def test_a_worker_with_a_gpu_reports_its_use_and_others_start_no_thread_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    @contextmanager
+    def metered(uuid: str, tell: Callable[[GpuUse], None]) -> Iterator[None]:
+        read.append(uuid)
+        tell(GpuUse(utilisation=0.5, memory_bytes=1, power_w=1.0))
+        yield
+
+    monkeypatch.setattr(generation, "metered", metered)
+    Part(member(tmp_path, steps=1), assigned()).run()
+    assert read == []
+    prepared = replace(member(tmp_path, steps=1), gpu_uuid="GPU-0")
+    part = Part(prepared, assigned())
+    outcome = part.run()
+    sent = [record for call in part.controller.calls if call[0] == "report" for record in call[3]]
+    assert [one.utilisation for one in [*sent, *outcome.records] if isinstance(one, GpuUse)] == [0.5]
+    assert read == ["GPU-0"]
