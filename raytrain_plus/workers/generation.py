@@ -152,7 +152,10 @@ class Generation:
             final = isinstance(error, (TrainingError, TaskError, DataChanged))
             return replace(failed, error=error, fault=f"{type(error).__name__}: {error}", final=final)
         rows = "" if self._place is None else self._prepared.feeds.named(self._place)
-        return replace(failed, error=as_training_error(error, rows), fault=fault_of(error), step=self._in_step)
+        parts = () if self._steps is None else self._steps.state.parts
+        modules = {id(one): name for part in parts for name, one in part.module.named_modules()}
+        reported = as_training_error(error, rows, modules)
+        return replace(failed, error=reported, fault=fault_of(error), step=self._in_step)
 
     def _take_place(self) -> TrainState:
         """Return the state of what this member is to hold, built if it holds something else or must start over."""
