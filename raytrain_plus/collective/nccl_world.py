@@ -11,8 +11,11 @@ error, and whether the member is to leave; a GPU that works on a sum whose other
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 import torch
@@ -20,10 +23,14 @@ import torch
 from raytrain_plus.collective.world import LOOK_S, Operation, Work, World, wait
 from raytrain_plus.errors import Interrupted
 
+log = logging.getLogger(__name__)
+
 ID_BYTES = 128
 """The length of what NCCL's members find each other by."""
 POLL_S = 0.001
 """Seconds between two looks at the GPU."""
+LEAVE_S = 0.1
+"""Limit, in seconds, of waiting for the thread that forms NCCL, which may be inside of it."""
 
 State = Literal["ready", "under way", "failed"]
 
@@ -80,87 +87,118 @@ class Library(Protocol):
 
 
 class NcclWorld:
-    """See the module docstring. A `World` for tensors of a GPU and of the host."""
+    """See the module docstring. Until NCCL has formed, and if it does not form, another world sums for the GPU, too.
 
-    def __init__(
-        self, host: World, library: Library, limit_s: float, interrupted: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Join the others of `host`, a world of the host, which is left with this one.
+    NCCL takes seconds to form, on a thread of its own; the others form in a fraction of one.
+    """
 
-        Raises `Interrupted` if a member does not join within `limit_s`, or `interrupted` returns True meanwhile; the
-        world of the host is left then.
+    def __init__(self, host: World, library: Library, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Begin to join the others of `host`, which sums meanwhile, and is left with this world.
+
+        Raises `Interrupted` if a member does not answer within `limit_s`, the limit of each wait, or `interrupted`
+        returns True; `host` is left then.
         """
         self.rank, self.size = host.rank, host.size
         self._host = host
         self._limit_s = limit_s
         self._interrupted = interrupted
-        self._communicator: Communicator | None = None
+        self._left = threading.Event()
+        self._formed: Future[Communicator] = Future()
+        self._uses: Communicator | None = None
         try:
             # Of the first member; the sum with zeros of the others.
             own = library.new_id() if self.rank == 0 else bytes(ID_BYTES)
             shared = torch.tensor(list(own), dtype=torch.int64)
             wait([host.reduce(shared, "the id of NCCL's members")], "the id of NCCL's members", limit_s, interrupted)
-            self._communicator = library.begin(bytes(shared.tolist()), self.rank, self.size)
-            self._settle("NCCL to form")
         except BaseException:
-            self.close()
+            host.close()
             raise
+        arguments = library, bytes(shared.tolist())
+        self._thread = threading.Thread(target=self._form, args=arguments, name="forms NCCL", daemon=True)
+        self._thread.start()
+
+    def _form(self, library: Library, shared_id: bytes) -> None:
+        """Form NCCL with the others, unless this world is left first."""
+        communicator = None
+        try:
+            communicator = library.begin(shared_id, self.rank, self.size)
+            _settle(communicator, "NCCL to form", self._limit_s, self._left.is_set)
+        except Exception as error:
+            # The other world goes on.
+            log.warning("NCCL did not form; sums stay in the host's memory: %s", error)
+            if communicator is not None:
+                communicator.abort()
+            self._formed.set_exception(error)
+            return
+        self._formed.set_result(communicator)
+        if self._left.is_set():
+            communicator.abort()
+
+    @property
+    def forming(self) -> bool:
+        """See `World`. A member on which NCCL does not form is never ready, so none uses it."""
+        return self._uses is None and (not self._formed.done() or self._formed.exception() is not None)
+
+    def use_formed(self) -> None:
+        """See `World`."""
+        self._uses = self._formed.result(0)
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """See `World`."""
-        if _on_host(tensor):
-            return self._host.reduce(tensor, name, operation)
-        return self._started(name, lambda one: one.reduce(tensor, operation))
+        return self._started(tensor, name, lambda one: one.reduce(tensor, operation)) or self._host.reduce(
+            tensor, name, operation
+        )
 
     def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
         """See `World`."""
-        if _on_host(tensor):
-            return self._host.gather(tensor, into, name)
-        return self._started(name, lambda one: one.gather(_bytes(tensor), _bytes(into)))
+        return self._started(tensor, name, lambda one: one.gather(_bytes(tensor), _bytes(into))) or self._host.gather(
+            tensor, into, name
+        )
 
     def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
         """See `World`."""
-        if _on_host(tensor):
-            return self._host.exchange(tensor, into, name)
-        return self._started(name, lambda one: one.exchange(_bytes(tensor), _bytes(into)))
+        return self._started(
+            tensor, name, lambda one: one.exchange(_bytes(tensor), _bytes(into))
+        ) or self._host.exchange(tensor, into, name)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
         """See `World`."""
-        if _on_host(tensor):
-            return self._host.reduce_scatter(tensor, into, name)
-        return self._started(name, lambda one: one.reduce_scatter(tensor.view(-1), into.view(-1)))
+        return self._started(
+            tensor, name, lambda one: one.reduce_scatter(tensor.view(-1), into.view(-1))
+        ) or self._host.reduce_scatter(tensor, into, name)
 
     def close(self) -> None:
-        """Abort NCCL's part and leave the world of the host."""
-        if self._communicator is not None:
-            self._communicator.abort()
+        """Abort NCCL's part and leave the other world."""
+        self._left.set()
+        self._thread.join(LEAVE_S)
+        if self._formed.done() and self._formed.exception() is None:
+            self._formed.result().abort()
         self._host.close()
 
-    @property
-    def _made(self) -> Communicator:
-        assert self._communicator is not None, "it was begun"
-        return self._communicator
-
-    def _started(self, name: str, start: Callable[[Communicator], None]) -> Work:
-        communicator = self._made
+    def _started(self, tensor: torch.Tensor, name: str, start: Callable[[Communicator], None]) -> Work | None:
+        """Start an operation of NCCL; return None if it is for the other world."""
+        communicator = self._uses
+        if communicator is None or _on_host(tensor):
+            return None
         try:
             start(communicator)
         except Exception as error:
             raise Interrupted(f"cannot start the collective of {name}: {error}") from error
-        self._settle(f"NCCL to start the collective of {name}")
+        _settle(communicator, f"NCCL to start the collective of {name}", self._limit_s, self._interrupted)
         return _NcclWork(communicator, communicator.mark(), name)
 
-    def _settle(self, what: str) -> None:
-        """Wait until NCCL can be used. Raises `Interrupted` if it fails, or this member is to leave."""
-        communicator, start = self._made, time.monotonic()
-        while (state := communicator.state()) != "ready":
-            if state == "failed":
-                raise Interrupted(f"stopped waiting for {what}: {communicator.why()}")
-            if self._interrupted():
-                raise Interrupted(f"stopped waiting for {what}")
-            if time.monotonic() - start > self._limit_s:
-                raise Interrupted(f"stopped waiting for {what}, after {self._limit_s:g} s")
-            time.sleep(POLL_S)
+
+def _settle(communicator: Communicator, what: str, limit_s: float, left: Callable[[], bool]) -> None:
+    """Wait until NCCL can be used. Raises `Interrupted` if it fails, or this member leaves."""
+    start = time.monotonic()
+    while (state := communicator.state()) != "ready":
+        if state == "failed":
+            raise Interrupted(f"stopped waiting for {what}: {communicator.why()}")
+        if left():
+            raise Interrupted(f"stopped waiting for {what}")
+        if time.monotonic() - start > limit_s:
+            raise Interrupted(f"stopped waiting for {what}, after {limit_s:g} s")
+        time.sleep(POLL_S)
 
 
 class _NcclWork:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raytrain_plus.collective.world import Operation, Work
+from raytrain_plus.collective.world import OneWay, Operation, Work
 
 
 class _Done:
@@ -15,7 +15,7 @@ class _Done:
         return None
 
 
-class SoloWorld:
+class SoloWorld(OneWay):
     """A world with one member and no sockets."""
 
     rank = 0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raytrain_plus.collective.world import Operation, Transfer, Work
+from raytrain_plus.collective.world import OneWay, Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 
 LEAVE_S = 0.1
@@ -39,7 +39,7 @@ class Copies(Protocol):
         """Copy from the host into a tensor, before what is computed with it from now on."""
 
 
-class StagedWorld:
+class StagedWorld(OneWay):
     """See the module docstring: `World`, and `Peers` if the world of the host is one."""
 
     def __init__(self, world: Any, copies: Copies) -> None:

@@ -40,6 +40,13 @@ class World(Protocol):
     rank: int
     size: int
 
+    @property
+    def forming(self) -> bool:
+        """Whether another way to sum is not ready here yet, which all members are to use from the same step on."""
+
+    def use_formed(self) -> None:
+        """Use that other way from now on, if there is one; it is ready on all members."""
+
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Start to replace `tensor` (contiguous; float32, float64 or int64) by its sum or maximum over the members."""
 
@@ -60,6 +67,15 @@ class World(Protocol):
 
     def close(self) -> None:
         """Leave the world and free its resources. Safe to call after an error."""
+
+
+class OneWay:
+    """A world with one way to sum."""
+
+    forming = False
+
+    def use_formed(self) -> None:
+        """Do nothing: there is no other way."""
 
 
 class Transfer(Protocol):

@@ -70,9 +70,13 @@ class Flags(NamedTuple):
     uncopied: bool = False
     """No copy of the state can be made for a buddy: this worker has no buddy, or the previous copy is still being sent.
     """
+    forming: bool = False
+    """This worker is not ready to sum another way, which all workers begin at once: see `World.forming`."""
 
 
-_FLAGS = len(Flags._fields)
+_FLAGS = len(Flags._fields) - 1
+"""The slots of the flags: the last one is in the upper half of the one before, so that headers keep their length, and
+sums over rings their bits."""
 
 
 def either(flags: Iterable[Flags]) -> Flags:
@@ -92,7 +96,8 @@ def encode(reports: dict[int, ShardReport], shards: int, flags: Flags) -> npt.ND
     for shard, report in reports.items():
         notes[shard] = report[:_SLOTS]
         notes["rows"][shard] |= signature(report.metrics) << _ROW_BITS
-    header[-_FLAGS:] = flags
+    header[-_FLAGS:] = flags[:-1]
+    header[-1] |= flags.forming << _ROW_BITS
     return header
 
 
@@ -123,6 +128,7 @@ def decode(header: npt.NDArray[np.int64]) -> StepTotals:
     notes = header[:-_FLAGS].view(NOTE).copy()
     signatures = (notes["rows"] >> _ROW_BITS).tolist()
     notes["rows"] &= (1 << _ROW_BITS) - 1
+    counts = header[-_FLAGS:].tolist()
     rows, weights, losses = (notes[field].tolist() for field in ("rows", "weight", "loss"))
     # Added one at a time, in shard order: NumPy would use its own order.
     weight, loss = sum(weights), sum(losses)
@@ -132,7 +138,9 @@ def decode(header: npt.NDArray[np.int64]) -> StepTotals:
         weight=weight,
         loss=loss / weight if weight else float("nan"),
         bad_shards=tuple(shard for shard, both in enumerate(found) if not all(map(math.isfinite, both))),
-        flags=Flags(*map(bool, header[-_FLAGS:].tolist())),
+        flags=Flags(*[bool(count & (1 << _ROW_BITS) - 1) for count in counts])._replace(
+            forming=bool(counts[-1] >> _ROW_BITS)
+        ),
         notes=notes.tobytes(),
         signatures={shard: signed for shard, signed in enumerate(signatures) if rows[shard]},
     )

@@ -189,6 +189,7 @@ def _context_of(
             save=control.save_requested(),
             busy=saving.busy(),
             uncopied=not copying.ready(),
+            forming=world.forming,
         )
 
     return StepContext(world=world, control=control, wait_s=timeouts.wait_s, flags=flags, meanwhile=feed.more)
@@ -236,6 +237,8 @@ class _Training:
             steps.complete(context)
             spread_s = time.monotonic() - start
             step, flags = together[-1], applied[-1].flags
+            if not flags.forming:
+                context.world.use_formed()
             self.copy(step, not flags.uncopied)
             metrics = self.evaluate(step)
             stopping.add(step, metrics)

@@ -260,8 +260,8 @@ class Generation:
             return SoloWorld()
         plan = self._prepared.plan
         if plan.collective == "nccl":
-            library = Nccl(self._prepared.device)
-            return NcclWorld(TorchWorld(invitation), library, invitation.timeout_s, self._control.interrupted)
+            library, meanwhile = Nccl(self._prepared.device), self._staged(TorchWorld(invitation))
+            return NcclWorld(meanwhile, library, invitation.timeout_s, self._control.interrupted)
         if plan.collective != "horovod":
             return self._staged(TorchWorld(invitation))
         # The rings of workers that share a stage's slices sum the same gradients of what is not cut.

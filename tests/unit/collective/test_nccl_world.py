@@ -22,6 +22,7 @@ from raytrain_plus.errors import Interrupted
 from tests.unit.training.test_synchronous import Ring, RingWorld
 
 ID = bytes(range(128))
+NAME = "the id of NCCL's members"
 
 
 class Device:
@@ -113,12 +114,15 @@ class Library:
         self.device, self.fails_after = device, fails_after
         self.made: list[StandIn] = []
         self.ids: list[bytes] = []
+        self.slow: threading.Event | None = None
 
     def new_id(self) -> bytes:
         return ID
 
     def begin(self, shared_id: bytes, rank: int, size: int) -> Any:
         self.ids.append(shared_id)
+        if self.slow is not None:
+            self.slow.wait(5)
         self.made.append(StandIn(self.device, rank, self.fails_after))
         return self.made[-1]
 
@@ -129,14 +133,24 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_world, "_on_host", lambda tensor: not tensor.is_floating_point())
 
 
+def switched(world: NcclWorld) -> NcclWorld:
+    """The world, once NCCL has formed and is used."""
+    until = time.monotonic() + 5
+    while world.forming:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    world.use_formed()
+    return world
+
+
 def together(size: int, each: Callable[[NcclWorld], Any], **changes: Any) -> list[Any]:
     """What each member's work returns, in a world of so many."""
     ring, device = Ring(size), Device(size)
 
     def member(rank: int) -> Any:
-        world = NcclWorld(RingWorld(rank, ring), Library(device, **changes), 5)
+        world = NcclWorld(RingWorld(rank, ring), Library(device, **changes), 5, lambda: False)
         try:
-            return each(world)
+            return each(switched(world))
         finally:
             world.close()
 
@@ -176,7 +190,7 @@ def test_all_members_have_the_id_of_the_first_one_and_abort() -> None:
     def member(rank: int) -> None:
         library = Library(device)
         made.append(library)
-        NcclWorld(RingWorld(rank, ring), library, 5).close()
+        switched(NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)).close()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(member, range(2)))
@@ -184,12 +198,32 @@ def test_all_members_have_the_id_of_the_first_one_and_abort() -> None:
     assert [one.made[0].aborted for one in made] == [1, 1]
 
 
+def test_the_other_world_sums_until_all_use_nccl() -> None:
+    def each(rank: int) -> list[Any]:
+        library = Library(device)
+        library.slow = gate
+        world = NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)
+        tensor = torch.ones(2)
+        wait([world.reduce(tensor, "before")], "a test", 5)
+        found = [world.forming, tensor.tolist(), device.started.copy()]
+        gate.set()
+        wait([switched(world).reduce(tensor, "after")], "a test", 5)
+        world.close()
+        return [*found, world.forming, tensor.tolist()]
+
+    ring, device, gate = Ring(2), Device(2), threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(each, range(2)))
+    assert found == [[True, [2.0, 2.0], {}, False, [4.0, 4.0]]] * 2
+    assert len(device.ended) == 1
+
+
 def test_a_member_whose_peer_is_gone_leaves_when_it_is_told_to() -> None:
     told = threading.Event()
     ring, device = Ring(2), Device(2)
 
     def survivor() -> str:
-        world = NcclWorld(RingWorld(0, ring), Library(device), 5)
+        world = switched(NcclWorld(RingWorld(0, ring), Library(device), 5, told.is_set))
         work = world.reduce(torch.ones(3), "gradients")
         start = time.monotonic()
         threading.Timer(0.2, told.set).start()
@@ -200,7 +234,7 @@ def test_a_member_whose_peer_is_gone_leaves_when_it_is_told_to() -> None:
         return "left"
 
     def dies() -> None:
-        NcclWorld(RingWorld(1, ring), Library(device), 5)
+        NcclWorld(RingWorld(1, ring), Library(device), 5, lambda: False)
 
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(survivor)
@@ -219,25 +253,45 @@ def test_an_error_that_nccl_reports_ends_the_wait() -> None:
     assert together(2, each, fails_after=0) == ["told", ""]
 
 
-@pytest.mark.parametrize(("limit_s", "told", "said"), [(0.1, False, "after 0.1 s"), (5, True, "NCCL to form")])
-def test_a_peer_that_dies_while_nccl_forms(limit_s: float, told: bool, said: str) -> None:
-    """Its id has come, itself does not: the others leave and close the world of the host."""
-    ring, device, library = Ring(2), Device(2), Library(Device(2))
+def test_a_peer_that_dies_while_nccl_forms(caplog: pytest.LogCaptureFixture) -> None:
+    """Its id has come, itself does not: the other world goes on, and nothing is left when that is left."""
+    device, library, ring = Device(2), Library(Device(2)), Ring(2)
     library.device = device
-    host = RingWorld(0, ring)
-    closed = threading.Event()
-    host.close = closed.set  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
-        dies = pool.submit(
-            lambda: RingWorld(1, ring).reduce(torch.zeros(128, dtype=torch.int64), "the id of NCCL's members")
-        )
-        formed = time.monotonic() + 0.1
-        interrupted: Callable[[], bool] = (lambda: time.monotonic() > formed) if told else lambda: False
-        with pytest.raises(Interrupted, match=said):
-            NcclWorld(host, library, limit_s, interrupted)
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(128, dtype=torch.int64), NAME))
+        world = NcclWorld(RingWorld(0, ring), library, 0.1, lambda: False)
         dies.result()
-    assert closed.is_set()
+    time.sleep(0.3)
+    assert world.forming
+    assert (
+        "NCCL did not form; sums stay in the host's memory: stopped waiting for NCCL to form, after 0.1 s"
+        in caplog.text
+    )
     assert library.made[0].aborted == 1
+    world.close()
+    assert world.forming
+
+
+def test_a_world_that_is_left_while_nccl_forms_aborts_it() -> None:
+    device, ring = Device(2), Ring(2)
+    library = Library(device)
+    with ThreadPoolExecutor(1) as pool:
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(128, dtype=torch.int64), NAME))
+        world = NcclWorld(RingWorld(0, ring), library, 60, lambda: False)
+        dies.result()
+    start = time.monotonic()
+    world.close()
+    assert time.monotonic() - start < 1
+    assert library.made[0].aborted == 1
+
+
+def test_who_is_told_to_leave_before_the_id_has_come_leaves_the_other_world() -> None:
+    closed = threading.Event()
+    host = RingWorld(1, Ring(2))
+    host.close = closed.set  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="the id of NCCL's members"):
+        NcclWorld(host, Library(Device(2)), 5, lambda: True)
+    assert closed.is_set()
 
 
 def test_an_operation_that_cannot_start_interrupts() -> None:
@@ -245,7 +299,8 @@ def test_an_operation_that_cannot_start_interrupts() -> None:
         def fails(*_: Any) -> None:
             raise RuntimeError("ncclInvalidUsage")
 
-        world._made.reduce = fails  # type: ignore[method-assign]
+        assert world._uses is not None
+        world._uses.reduce = fails  # type: ignore[method-assign]
         with pytest.raises(Interrupted, match=r"cannot start the collective of gradients: ncclInvalidUsage"):
             world.reduce(torch.ones(1), "gradients")
         return "told"

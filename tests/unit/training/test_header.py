@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.training.header import Flags, ShardReport, decode, encode, size
+from raytrain_plus.training.header import Flags, ShardReport, decode, either, encode, size
 
 
 def test_sum_of_headers_is_the_step() -> None:
@@ -24,6 +24,13 @@ def test_sum_of_headers_is_the_step() -> None:
     notes = np.frombuffer(totals.notes, NOTE)
     assert notes["start"].tolist() == [0, 8, 16]
     assert notes["ids"].tolist() == [10, 11, 12]
+
+
+@given(st.lists(st.builds(Flags, *[st.booleans()] * len(Flags._fields)), min_size=1, max_size=9))
+def test_each_flag_is_that_of_any_worker(raised: list[Flags]) -> None:
+    total = sum(encode({}, 2, flags) for flags in raised)
+    assert isinstance(total, np.ndarray)
+    assert decode(total).flags == either(raised)
 
 
 def test_shards_with_a_nonfinite_loss_are_named() -> None:

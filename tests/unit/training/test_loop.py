@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.collective.world import World
 from raytrain_plus.data.microbatches import Microbatch, StepBatches
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
@@ -124,7 +125,12 @@ class Copies:
 
 
 def trained(
-    done: list[str], control: Control, act: Callable[[int], None] = lambda step: None, writing: int = 0, **given: Any
+    done: list[str],
+    control: Control,
+    act: Callable[[int], None] = lambda step: None,
+    writing: int = 0,
+    world: World | None = None,
+    **given: Any,
 ) -> tuple[str, Feed]:
     """Train up to step 5, and return how that ended."""
     feed, saves = Feed(), Saves(done)
@@ -132,7 +138,7 @@ def trained(
     why = train(
         Steps(done, act),
         feed,
-        SoloWorld(),
+        SoloWorld() if world is None else world,
         hosted=(0,),
         shards=1,
         first_step=1,
@@ -161,6 +167,29 @@ def test_a_step_is_reported_then_copied_then_saved_but_the_last_is_not_saved() -
     each = [[f"step {step}", f"told {step}"] for step in range(1, 6)]
     assert done == ["copy 0", *each[0], *each[1], *each[2], "copy 3", "save 3", *each[3], *each[4]]
     assert (why, feed.more_calls) == ("finished", 5)
+
+
+def test_another_way_to_sum_is_used_after_the_first_step_in_which_all_are_ready() -> None:
+    done: list[str] = []
+
+    class Forming(SoloWorld):
+        ready = False
+
+        @property
+        def forming(self) -> bool:  # type: ignore[override]
+            return not self.ready
+
+        def use_formed(self) -> None:
+            done.append("switch")
+
+    def act(step: int) -> None:
+        world.ready = step >= 3
+
+    world = Forming()
+    trained(done, begun(), act, world=world)
+    assert [one for one in done if one.startswith(("step", "switch"))] == [
+        *("step 1", "step 2", "step 3", "switch", "step 4", "switch", "step 5", "switch")
+    ]
 
 
 def test_a_member_that_cannot_copy_copies_nothing() -> None:
