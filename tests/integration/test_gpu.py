@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def one_gpu() -> Iterator[None]:
     # Otherwise Ray would show each of them a GPU of its own.
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    # From NCCL 2.30 on.
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     ray.init(
         address="local",
         num_cpus=2,
@@ -112,7 +116,14 @@ def test_profiled_steps_add_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "parallel", [Parallel(), Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)], ids=["replicas", "stages", "slices"]
 )
-@pytest.mark.parametrize("collective", ["horovod", "torch"])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        "horovod",
+        "torch",
+        pytest.param("nccl", marks=pytest.mark.skipif(find_spec("nccl") is None, reason="nccl4py is not installed")),
+    ],
+)
 def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
     tmp_path: Path, parallel: Parallel, collective: Any
 ) -> None:
