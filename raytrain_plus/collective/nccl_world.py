@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from raytrain_plus.collective.world import LOOK_S, Operation, Work, World, wait
-from raytrain_plus.errors import Interrupted
+from raytrain_plus.errors import Interrupted, RaytrainError
 
 log = logging.getLogger(__name__)
 
@@ -110,9 +110,9 @@ class NcclWorld:
             own = library.new_id() if self.rank == 0 else bytes(ID_BYTES)
             shared = torch.tensor(list(own), dtype=torch.int64)
             wait([host.reduce(shared, "the id of NCCL's members")], "the id of NCCL's members", limit_s, interrupted)
-        except BaseException:
+        except Exception as error:
             host.close()
-            raise
+            raise error if isinstance(error, RaytrainError) else Interrupted(f"NCCL has no id: {error}") from error
         arguments = library, bytes(shared.tolist())
         self._thread = threading.Thread(target=self._form, args=arguments, name="forms NCCL", daemon=True)
         self._thread.start()
@@ -171,9 +171,13 @@ class NcclWorld:
         """Abort NCCL's part and leave the other world."""
         self._left.set()
         self._thread.join(LEAVE_S)
-        if self._formed.done() and self._formed.exception() is None:
-            self._formed.result().abort()
-        self._host.close()
+        try:
+            if self._formed.done() and self._formed.exception() is None:
+                self._formed.result().abort()
+        except Exception as error:
+            log.warning("NCCL's part could not be aborted: %s", error)
+        finally:
+            self._host.close()
 
     def _started(self, tensor: torch.Tensor, name: str, start: Callable[[Communicator], None]) -> Work | None:
         """Start an operation of NCCL; return None if it is for the other world."""
@@ -191,7 +195,7 @@ class NcclWorld:
 def _settle(communicator: Communicator, what: str, limit_s: float, left: Callable[[], bool]) -> None:
     """Wait until NCCL can be used. Raises `Interrupted` if it fails, or this member leaves."""
     start = time.monotonic()
-    while (state := communicator.state()) != "ready":
+    while (state := _state(communicator)) != "ready":
         if state == "failed":
             raise Interrupted(f"stopped waiting for {what}: {communicator.why()}")
         if left():
@@ -211,7 +215,7 @@ class _NcclWork:
         until = time.monotonic() + min(within_s, LOOK_S)
         while not self._event.query():
             # Asked only while something is under way: what has ended is right, whatever fails later.
-            if self._communicator.state() == "failed":
+            if _state(self._communicator) == "failed":
                 raise Interrupted(f"the collective of {self._name} failed: {self._communicator.why()}")
             if time.monotonic() >= until:
                 return False
@@ -220,6 +224,13 @@ class _NcclWork:
 
     def finish(self) -> None:
         self._communicator.use(self._event)
+
+
+def _state(communicator: Communicator) -> State:
+    try:
+        return communicator.state()
+    except Exception as error:
+        raise Interrupted(f"NCCL does not say how it is: {error}") from error
 
 
 def _on_host(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raytrain_plus.collective.world import OneWay, Operation, Transfer, Work
+from raytrain_plus.collective.world import LOOK_S, OneWay, Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 
 LEAVE_S = 0.1
@@ -42,12 +42,16 @@ class Copies(Protocol):
 class StagedWorld(OneWay):
     """See the module docstring: `World`, and `Peers` if the world of the host is one."""
 
-    def __init__(self, world: Any, copies: Copies) -> None:
-        """Stage the tensors of a device for this world, which it leaves with it."""
+    def __init__(self, world: Any, copies: Copies, interrupted: Callable[[], bool] = lambda: False) -> None:
+        """Stage the tensors of a device for this world, which it leaves with it.
+
+        `interrupted`: whether this member is to leave, which ends a wait for something to be sent.
+        """
         self.rank: int = world.rank
         self.size: int = world.size
         self._world = world
         self._copies = copies
+        self._interrupted = interrupted
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._start_all, name="starts staged operations", daemon=True)
@@ -75,7 +79,7 @@ class StagedWorld(OneWay):
             sent: Transfer = self._world.send(tensor, to, tag)
             return sent
         host, wait = self._copies.to_host(tensor)
-        return _Sent(self._request(wait, lambda: self._world.send(host, to, tag)))
+        return _Sent(self._request(wait, lambda: self._world.send(host, to, tag)), self._interrupted)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
         """Start to receive into a contiguous tensor."""
@@ -106,7 +110,11 @@ class StagedWorld(OneWay):
 
     def _request(self, wait: Callable[[], None], start: Callable[[], Any]) -> _Request:
         request = _Request(wait, start, self._left)
-        self._requests.put(request)
+        if self._left.is_set():
+            # Nobody takes it from the queue.
+            request.run()
+        else:
+            self._requests.put(request)
         return request
 
     def _start_all(self) -> None:
@@ -173,12 +181,16 @@ class _StagedWork:
 
 
 class _Sent:
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: _Request, interrupted: Callable[[], bool]) -> None:
         self._request = request
+        self._interrupted = interrupted
 
     def finish(self, what: str) -> None:
-        # The copy depends on nothing that others do, so this wait ends; a world that is left ends it, too.
-        self._request.started().finish(what)
+        # Until it has started, the world's sockets do not end this wait.
+        while (started := self._request.started(LOOK_S)) is None:
+            if self._interrupted():
+                raise Interrupted(f"stopped waiting for {what}")
+        started.finish(what)
 
 
 class _Received:

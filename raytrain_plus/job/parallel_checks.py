@@ -139,11 +139,16 @@ def microbatches(microbatches: int, batch_size: int, shards: int) -> Problem:
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
 
 
-def collective(collective: str, gpus: float) -> Problem:
-    """Return what is wrong with collective on these devices."""
-    if collective != "nccl" or gpus:
+def collective(collective: str, gpus: float, tensor: int, reduction: str) -> Problem:
+    """Return what is wrong with collective on these devices and with these slices."""
+    if collective != "nccl":
         return None
-    return "NCCL sums on GPUs, and workers.gpus is 0", "workers.gpus: 1, or another collective", ""
+    if not gpus:
+        return "NCCL sums on GPUs, and workers.gpus is 0", "workers.gpus: 1, or another collective", ""
+    if tensor > 1 and reduction == "ring":
+        what = "the rings of a stage's slices sum the same gradients of what is not cut, and NCCL's may differ in a bit"
+        return what, "reduction: exact, or another collective", ""
+    return None
 
 
 def precision(precision: str, schedule: str, gpus: float) -> Problem:

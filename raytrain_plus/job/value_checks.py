@@ -407,7 +407,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("recompute", "parallel.schedule"), parallel_checks.recompute),
     (("compile", "parallel.schedule"), parallel_checks.compiled),
     (("ema.decay",), _decay),
-    (("collective", "workers.gpus"), parallel_checks.collective),
+    (("collective", "workers.gpus", "parallel.tensor", "reduction"), parallel_checks.collective),
     (("precision", "parallel.schedule", "workers.gpus"), parallel_checks.precision),
     (("clip_norm",), _above_zero),
     (("elastic.hang_timeout_s",), _seconds),

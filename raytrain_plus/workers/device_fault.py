@@ -7,25 +7,47 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
+import ray
 import torch
+from ray.exceptions import RayError
 
-from raytrain_plus.errors import DeviceBroken
+from raytrain_plus.errors import DeviceBroken, RaytrainError
 
 GRACE_S = 10.0
 """Seconds in which the controller can hear of a broken device before the process ends itself."""
 _SAID = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED", "uncorrectable ECC error")
 """What libraries say of a device in errors of other types."""
+_USABLE = (
+    *("out of memory", "ALLOC_FAILED", "no kernel image", "invalid device ordinal", "invalid configuration argument"),
+    *("driver version is insufficient", "no CUDA-capable device"),
+)
+"""What they say of memory that has run out, and of mistakes; the device can be used again, or never could."""
 
 
-def device_fault(error: BaseException) -> str:
-    """Return what a device has said as it failed, in one line; empty if the error is another one.
+def device_fault(error: BaseException, device: torch.device) -> str:
+    """Return what this process's device has said as it failed, in one line; empty if the error is another one.
 
-    Memory that has run out is no such fault: the device can be used again.
+    Memory that has run out is no such fault, nor is what others report of theirs, nor what a GPU works after.
     """
+    fault = _said(error)
+    return "" if fault and _works(device) else fault
+
+
+def _works(device: torch.device) -> bool:
+    """Return whether a GPU still computes. A CPU cannot be asked."""
+    if device.type != "cuda":
+        return False
+    try:
+        return bool(torch.ones(1, device=device).add(1).item() == 2)
+    except RuntimeError:
+        return False
+
+
+def _said(error: BaseException) -> str:
     for one in _causes(error):
-        if isinstance(one, torch.OutOfMemoryError):
-            return ""
         text = str(one).strip()
+        if isinstance(one, (torch.OutOfMemoryError, RaytrainError, RayError)) or any(said in text for said in _USABLE):
+            return ""
         if isinstance(one, torch.AcceleratorError) or (
             isinstance(one, RuntimeError) and any(said in text for said in _SAID)
         ):
@@ -40,14 +62,18 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while now is not None and id(now) not in seen:
         seen.add(id(now))
         yield now
-        now = now.__cause__ or now.__context__
+        now = now.__cause__ or (None if now.__suppress_context__ else now.__context__)
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's model and UUID; empty for a CPU."""
+    """Return a GPU's model and UUID, or what Ray calls it if it does not say; empty for a CPU."""
     if device.type != "cuda":
         return ""
-    found = torch.cuda.get_device_properties(device)
+    try:
+        found = torch.cuda.get_device_properties(device)
+    except RuntimeError:
+        numbers = ", ".join(map(str, ray.get_gpu_ids()))
+        return f"GPU {numbers} of node {ray.get_runtime_context().get_node_id()[:12]}"
     return f"{found.name} (GPU-{found.uuid})"
 
 

@@ -93,7 +93,7 @@ class Generation:
         # SystemExit would end the process, as if it had been lost, and KeyboardInterrupt means a cancelled call to Ray.
         except BaseException as error:
             # The process is of no use any more if its device has failed.
-            if is_signal(error) or device_fault(error):
+            if is_signal(error) or device_fault(error, prepared.device):
                 raise
             prepared.own.go_back()
             outcome = self._ended_by(error)
@@ -270,7 +270,7 @@ class Generation:
     def _staged(self, world: _OfHost) -> _OfHost | StagedWorld:
         """Return a world of the host for tensors of this worker's device."""
         device = self._prepared.device
-        return world if device.type == "cpu" else StagedWorld(world, HostCopies(device))
+        return world if device.type == "cpu" else StagedWorld(world, HostCopies(device), self._control.interrupted)
 
     def _leave(self, world: World) -> None:
         self._control.enter("leaving")

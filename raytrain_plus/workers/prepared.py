@@ -93,6 +93,11 @@ class Prepared:
         )
 
 
+def device_of(job: Job) -> torch.device:
+    """Return the device on which this process computes: Ray shows it one GPU, or none."""
+    return torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+
+
 def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     """Prepare the worker of that name; make the data if this node lacks it. Raises what is wrong with task or data."""
     _check_storage(plan)
@@ -111,7 +116,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         index=same_data(plan, roots, plan.index),
         held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
     )
-    device = torch.device("cuda", 0) if job.workers.gpus else torch.device("cpu")
+    device = device_of(job)
     technique_of(job, device).precision.set_up()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     trial = _trial(plan, cls, device, transform) if plan.trial else None

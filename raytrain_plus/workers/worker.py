@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+import torch
 
 from raytrain_plus.collective.interrupt import close_connections
 from raytrain_plus.errors import DataChanged, DeviceBroken, RaytrainError
@@ -40,7 +41,7 @@ from raytrain_plus.workers.messages import (
     WorkerLocation,
 )
 from raytrain_plus.workers.notices import hear_notices
-from raytrain_plus.workers.prepared import Prepared, prepare_worker
+from raytrain_plus.workers.prepared import Prepared, device_of, prepare_worker
 from raytrain_plus.workers.received import ReceivedStates
 from raytrain_plus.workers.restored import restore
 from raytrain_plus.workers.show import show_model
@@ -73,8 +74,8 @@ class Worker:
         self._prepare = prepare
         self._listen = listen
         self._broken = Brokenness() if broken is None else broken
-        self._device = ""
-        """The device's name, once it is known."""
+        self._device = torch.device("cpu")
+        """That of the job, once this is known."""
         self._control = Control()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="training")
         self._received = ReceivedStates(self._control, store)
@@ -102,8 +103,8 @@ class Worker:
         def made() -> PreparedReport:
             self._control.set_limit(limit_s)
             self._control.enter("preparing")
+            self._device = device_of(plan.job)
             self._preparation, ready = self._prepare(self._name, plan)
-            self._device = device_name(self._preparation.device)
             return ready
 
         ready = self._do(made)
@@ -171,22 +172,26 @@ class Worker:
         with_values: bool = False,
     ) -> Snapshot:
         """Return that stage's state after `step`, or some of it: see `StateSource.snapshot`."""
-        return self._prepared.source.snapshot(generation, step, stage, layers, rows, with_values)
+        source = self._prepared.source
+        return self._whole(lambda: source.snapshot(generation, step, stage, layers, rows, with_values))
 
     def has_copy(self, step: int, stage: Stage) -> bool:
         """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""
-        return self._prepared.source.has(step, stage)
+        source = self._prepared.source
+        return self._whole(lambda: source.has(step, stage))
 
     def inventory(self, step: int, stage: Stage) -> list[Entry]:
         """Return the tensors of that stage's state after `step`.
 
         Raises `Interrupted` if this worker has neither that state nor an undamaged copy.
         """
-        return self._prepared.source.inventory(step, stage)
+        source = self._prepared.source
+        return self._whole(lambda: source.inventory(step, stage))
 
     def tensors(self, step: int, stage: Stage, pieces: Sequence[Piece]) -> list[Array]:
         """Return the bytes of these pieces of tensors."""
-        return self._prepared.source.tensors(step, stage, pieces)
+        source = self._prepared.source
+        return self._whole(lambda: source.tensors(step, stage, pieces))
 
     def show(self, step: int) -> str | None:
         """Return what the task shows of the model after `step`, which is in the run's folder."""
@@ -294,8 +299,8 @@ class Worker:
         try:
             return work()
         except BaseException as error:
-            fault = device_fault(error)
+            fault = device_fault(error, self._device)
             if fault:
                 log.exception("the device of %s has failed", self._name)
-                self._broken.tell(DeviceBroken(self._device, fault))
+                self._broken.tell(DeviceBroken(device_name(self._device), fault))
             raise

@@ -203,9 +203,18 @@ class Chunk:
                 from torch.distributed.pipelining._backward import stage_backward_weight
 
                 # From the last weights to the first, as in a complete pass: their sums start while the gradients of the
-                # others are computed. Each weight is in one group.
+                # others are computed.
+                seen: set[int] = set()
                 for group in reversed(now.groups):
                     trained = list(_trained_by(group))
+                    own = {id(value) for value in trained}
+                    if own & seen:
+                        # torch's code for partial passes finds it in two groups, and computes both wrongly.
+                        raise TrainingError(
+                            f"{self._last_layer}, or one before it on its stage, uses a weight twice, which the "
+                            "zero-bubble schedule does not support; use another schedule"
+                        )
+                    seen |= own
                     stage_backward_weight((node.variable for node in group["params"]), [group])
                     self._received(trained)
 

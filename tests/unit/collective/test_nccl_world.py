@@ -205,13 +205,14 @@ def test_the_other_world_sums_until_all_use_nccl() -> None:
         world = NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)
         tensor = torch.ones(2)
         wait([world.reduce(tensor, "before")], "a test", 5)
-        found = [world.forming, tensor.tolist(), device.started.copy()]
+        found = [world.forming, tensor.tolist(), dict(device.started)]
+        looked.wait()
         gate.set()
         wait([switched(world).reduce(tensor, "after")], "a test", 5)
         world.close()
         return [*found, world.forming, tensor.tolist()]
 
-    ring, device, gate = Ring(2), Device(2), threading.Event()
+    ring, device, gate, looked = Ring(2), Device(2), threading.Event(), threading.Barrier(2, timeout=5)
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(each, range(2)))
     assert found == [[True, [2.0, 2.0], {}, False, [4.0, 4.0]]] * 2
@@ -306,3 +307,23 @@ def test_an_operation_that_cannot_start_interrupts() -> None:
         return "told"
 
     assert together(2, each) == ["told"] * 2
+
+
+def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world() -> None:
+    ring, device, closed = Ring(2), Device(2), []
+
+    def member(rank: int) -> None:
+        host = RingWorld(rank, ring)
+        host.close = lambda: closed.append(rank)  # type: ignore[method-assign]
+        library = Library(device)
+        world = switched(NcclWorld(host, library, 5, lambda: False))
+
+        def fails() -> None:
+            raise RuntimeError("ncclSystemError")
+
+        library.made[0].abort = fails  # type: ignore[method-assign]
+        world.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(member, range(2)))
+    assert sorted(closed) == [0, 1]

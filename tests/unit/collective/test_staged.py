@@ -129,3 +129,22 @@ def test_a_world_that_is_left_starts_nothing_and_ends_every_wait() -> None:
         with pytest.raises(Interrupted, match="the world was left before the operation started"):
             wait([work], "a test", 5)
     assert inner.started == []
+    late = world.send(torch.ones(1), 1, 7)
+    with pytest.raises(Interrupted, match="the world was left before the operation started"):
+        late.finish("a member")
+
+
+def test_who_is_told_to_leave_does_not_wait_for_the_device() -> None:
+    told, copying = threading.Event(), threading.Event()
+
+    class Stuck(LateCopies):
+        def to_host(self, tensor: torch.Tensor) -> Any:
+            return tensor.clone(), lambda: copying.wait(10)
+
+    world = StagedWorld(Doubling(), Stuck(), told.is_set)
+    sent = world.send(torch.ones(1), 1, 7)
+    threading.Timer(0.05, told.set).start()
+    with pytest.raises(Interrupted, match="stopped waiting for a member"):
+        sent.finish("a member")
+    copying.set()
+    world.close()

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
-from raytrain_plus.errors import DeviceBroken, TrainingError
+from raytrain_plus.errors import DeviceBroken, Interrupted, TrainingError
 from raytrain_plus.workers.device_fault import Brokenness, device_fault
 from tests.unit.workers.members import member, worker_of
 
@@ -24,6 +25,22 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         return found
 
 
+def handled(error: BaseException, before: BaseException) -> BaseException:
+    """The error of a task that has handled another one."""
+    try:
+        try:
+            raise before
+        except BaseException:
+            raise error from None
+    except BaseException as found:
+        return found
+
+
+def of_another(error: Exception) -> BaseException:
+    """What Ray raises if another worker's call has raised this."""
+    return RayTaskError("tensors", "Traceback", error).as_instanceof_cause()
+
+
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
@@ -32,12 +49,18 @@ def raised(error: BaseException, cause: BaseException | None = None) -> BaseExce
         (raised(ValueError("a reader"), torch.AcceleratorError(ILLEGAL)), ILLEGAL),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ""),
         (raised(torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")), ""),
+        (torch.AcceleratorError("CUDA error: out of memory"), ""),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), ""),
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), ""),
+        (handled(ValueError("this task needs two GPUs"), torch.AcceleratorError(ILLEGAL)), ""),
+        (raised(Interrupted("worker-1 gave nothing"), torch.AcceleratorError(ILLEGAL)), ""),
+        (of_another(torch.AcceleratorError(ILLEGAL)), ""),
         (RuntimeError("shapes cannot be multiplied"), ""),
         (ValueError("CUDA error: says a task"), ""),
     ],
 )
 def test_what_a_device_says_as_it_fails(error: BaseException, fault: str) -> None:
-    assert device_fault(error) == fault
+    assert device_fault(error, torch.device("cpu")) == fault
 
 
 def test_who_waits_hears_of_it_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
