@@ -58,7 +58,7 @@ def load_history(run: Folder) -> Past:
     rows_skipped: dict[int, int] = {}
     resumptions: list[tuple[int, int]] = []
     members: tuple[Mapping[str, Any], ...] = ()
-    gpus: dict[str, tuple[float, Mapping[str, Any]]] = {}
+    gpus = dict[str, tuple[float, Mapping[str, Any]]]()
     # Metrics by step: a resumption voids those of later steps.
     metrics: dict[int, Mapping[str, float]] = {}
     for event in read_events(run):
@@ -90,10 +90,8 @@ def load_history(run: Folder) -> Past:
     found = tuple(survey(run, resumptions))
     recorded = generation
     # Checkpoints and ledger parts may come from generations whose events were never written.
-    for one in found:
-        generation = max(generation, one.generation)
-    parts = [part.removeprefix(f"{LEDGER}/").partition(".")[0].split("-") for part in run.files(LEDGER)]
-    entered = [(int(part[0]), int(part[1])) for part in parts if len(part) == 2 and "".join(part).isdecimal()]
+    generation = max(generation, *(one.generation for one in found), -1)
+    entered = _entered(run)
     for written, _ in entered:
         generation = max(generation, written)
     return Past(
@@ -113,6 +111,12 @@ def load_history(run: Folder) -> Past:
         found=found,
         entered=tuple(part for part in entered if not _void(*part, resumptions)),
     )
+
+
+def _entered(run: Folder) -> list[tuple[int, int]]:
+    """Return the generation and the first step of each part of the ledger."""
+    parts = [part.removeprefix(f"{LEDGER}/").partition(".")[0].split("-") for part in run.files(LEDGER)]
+    return [(int(part[0]), int(part[1])) for part in parts if len(part) == 2 and "".join(part).isdecimal()]
 
 
 def _void(generation: int, step: int, resumptions: list[tuple[int, int]]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -84,13 +84,7 @@ def measure_layers(
             output = forward(chunk, work, given)
             backward(chunk, output)
             seconds.append(work.taken())
-        for buffer, value in module.named_buffers() if overlaps else ():
-            if not torch.equal(value, before[buffer]):
-                raise TaskError(
-                    f"the buffer '{buffer}' changes in a forward pass, but pipedream overlaps steps",
-                    where="parallel.schedule: pipedream",
-                    remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
-                )
+        _check_buffers(module, before)
         counted = _counted(chunk, work, given) if overlaps else 0
         parts = {name: list(module.named_parameters())} if names != WHOLE else _of_children(module)
         for at, (part, named) in enumerate(parts.items()):
@@ -98,6 +92,18 @@ def measure_layers(
             found.append(_layer(part, named, technique.precision, copies, *costs))
         given = output
     return tuple(found)
+
+
+def _check_buffers(module: nn.Module, before: Mapping[str, torch.Tensor]) -> None:
+    """Raise `TaskError` if a buffer has not the value any more that it had."""
+    now = dict(module.named_buffers())
+    for buffer, value in before.items():
+        if not torch.equal(now[buffer], value):
+            raise TaskError(
+                f"the buffer '{buffer}' changes in a forward pass, but pipedream overlaps steps",
+                where="parallel.schedule: pipedream",
+                remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
+            )
 
 
 def _of_children(module: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]:
