@@ -29,17 +29,17 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
     return job(tmp_path, name=name, **{**settings, **changes})
 
 
-def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [pytest.param(SHARDED, marks=pytest.mark.slow), FULL], ids=str)
+def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path, parallel: Parallel) -> None:
     write_data(tmp_path / "data", rows=517)
     expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), parallel=Parallel())))
-    for parallel in (SHARDED, FULL):
-        # A fault comes once in a folder.
-        (folder := tmp_path / parallel.sharded).mkdir()
-        args, workers = {"fault": APPLIED, "folder": str(folder)}, Workers(min=2, max=3)
-        run = Run(exact(tmp_path, f"killed-{parallel.sharded}", workers=workers, parallel=parallel, args=args))
-        assert ended(run) == expected
-        assert len(run.events("recovered")) >= 1
-        assert run.events("resumed") == [], "the second holders have everything"
+    # A fault comes once in a folder.
+    (folder := tmp_path / "fault").mkdir()
+    args, workers = {"fault": APPLIED, "folder": str(folder)}, Workers(min=2, max=3)
+    run = Run(exact(tmp_path, "killed", workers=workers, parallel=parallel, args=args))
+    assert ended(run) == expected
+    assert len(run.events("recovered")) >= 1
+    assert run.events("resumed") == [], "the second holders have everything"
 
 
 @pytest.mark.slow

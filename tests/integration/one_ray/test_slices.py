@@ -50,6 +50,7 @@ def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path, parallel: Pa
     assert first == {(0, 0): [0], (0, 1): [1], (1, 0): [0], (1, 1): [1]}
 
 
+@pytest.mark.slow
 def test_slices_move_to_fewer_workers_and_back(tmp_path: Path) -> None:
     """The only replica loses one of two workers; the other one goes on with all slices, until a worker joins."""
     write_data(tmp_path / "data", rows=517)
