@@ -76,7 +76,8 @@ def test_slices_move_to_fewer_workers_and_back(tmp_path: Path) -> None:
 def test_a_stopped_run_resumes_on_any_number_of_hosts(tmp_path: Path, parallel: Parallel) -> None:
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"steps": 60, "args": {"pad_s": 0.02}, "parallel": parallel}
-    expected = ended(Run(sliced(tmp_path, "one", **settings)))
+    one = replace(parallel, pipeline=1)
+    expected = ended(Run(sliced(tmp_path, "one", **{**settings, "parallel": one})))
     workers, saving = Workers(min=1, max=4, cpus=0.5), {"checkpoint": Checkpoint(every_steps=10)}
     run = Run(sliced(tmp_path, "stopped", workers=workers, **saving, **settings))
     run.until_size(4)
