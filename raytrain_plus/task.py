@@ -75,10 +75,10 @@ class Task:
         Keys are names of modules in `layers` or `model`, in which * stands for anything between two dots. `colwise`: an
         nn.Linear is cut by its outputs, `rowwise`: by its inputs, `vocab`: an nn.Embedding by its rows. In between, a
         module computes with the features of its slices alone, so attention must say `view(..., -1, head_dim)`. A
-        colwise layer without a rowwise one beside it returns the outputs of all slices. What is in one weight is cut
-        each by itself if the name says so: three projections in `qkv`, two in `gate_up`. `sequence_parallel`: norms and
-        nn.Dropout between them compute some of the positions for each slice, `replicated_with_grad_allreduce`: norms
-        within them the heads of each. A model of Transformers returns its own plan: `self.model().tp_plan`.
+        colwise layer without a rowwise one beside it returns the outputs of all slices. Projections in one weight are
+        cut each by itself if the name says so: three projections in `qkv`, two in `gate_up`. `sequence_parallel`: norms
+        and nn.Dropout between them compute some of the positions for each slice, `replicated_with_grad_allreduce`:
+        norms within them the heads of each. A model of Transformers returns its own plan: `self.model().tp_plan`.
         """
         return {}
 

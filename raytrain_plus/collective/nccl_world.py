@@ -26,7 +26,7 @@ from raytrain_plus.errors import Interrupted, RaytrainError
 log = logging.getLogger(__name__)
 
 ID_BYTES = 128
-"""The length of what NCCL's members find each other by."""
+"""Length of the id by which NCCL's members find each other."""
 POLL_S = 0.001
 """Seconds between two looks at the GPU."""
 LEAVE_S = 0.1
@@ -77,7 +77,7 @@ class Communicator(Protocol):
 
 
 class Library(Protocol):
-    """What makes communicators: `Nccl`."""
+    """Makes communicators, as `Nccl` does."""
 
     def new_id(self) -> bytes:
         """Return an id for the members of one world, `ID_BYTES` long."""
@@ -214,7 +214,7 @@ class _NcclWork:
     def ended(self, within_s: float) -> bool:
         until = time.monotonic() + min(within_s, LOOK_S)
         while not self._event.query():
-            # Asked only while something is under way: what has ended is right, whatever fails later.
+            # Asked only while the sum is under way: one that has ended is right, whatever fails later.
             if _state(self._communicator) == "failed":
                 raise Interrupted(f"the collective of {self._name} failed: {self._communicator.why()}")
             if time.monotonic() >= until:

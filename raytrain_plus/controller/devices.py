@@ -22,7 +22,8 @@ class Devices:
     def failed(self, device: str, fault: str) -> tuple[bool, bool]:
         """Record a failure. Return whether to use the device no more, and whether it may be the task's fault.
 
-        What one GPU says again says nothing of the task. `device` is empty for workers without GPUs.
+        A GPU that reports its own error again proves nothing about the task. `device` is empty for workers without
+        GPUs.
 
         >>> devices = Devices()
         >>> devices.failed("A", "assert"), devices.failed("A", "assert"), devices.failed("B", "assert")

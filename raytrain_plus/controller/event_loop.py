@@ -98,7 +98,7 @@ class Died:
     worker: str
     cause: str
     broken: DeviceBroken | None = None
-    """What its device has said, if that has failed."""
+    """The error of its device, if that has failed."""
 
 
 @dataclass(frozen=True, slots=True)

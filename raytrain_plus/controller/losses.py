@@ -55,7 +55,7 @@ class Losses:
         withhold, counts = self.devices.failed(broken.device, broken.fault)
         if withhold:
             self.journal.note(
-                f"{broken.device} failed twice and is not used again in this run; its place stays reserved until then"
+                f"{broken.device} failed twice and is not used again in this run, at whose end its place is freed"
             )
         self.lost(message.worker, message.cause, withhold=withhold, fault=broken.fault if counts else "")
 

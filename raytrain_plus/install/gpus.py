@@ -32,7 +32,7 @@ class NvmlReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchReport:
-    """What torch reports, from a process of its own."""
+    """The report of torch, made in a process of its own."""
 
     version: str = ""
     cuda: str | None = None
@@ -46,7 +46,7 @@ class TorchReport:
     gathered: tuple[float, ...] = ()
     """The sum of the same numbers, copied from each GPU to the first one."""
     fault: str = ""
-    """What failed; empty if nothing did."""
+    """The error; empty if there was none."""
 
 
 def gpu_checks(nvml: NvmlReport | None, torch: TorchReport | None) -> list[Check]:

@@ -9,8 +9,8 @@ def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "", seque
     """Return what `Task.tensor` returns for a model of these layers, by their names, or patterns of them.
 
     `embed`: an `nn.Embedding`; `blocks`: `Block`s with `gated` networks; `head`: a `Head`, whose scores go to
-    `cross_entropy`. What has no name is not cut. `sequence`: between attention and networks, each slice has some of the
-    positions; then all three must be named.
+    `cross_entropy`. Layers without a name are not cut. `sequence`: between attention and networks, each slice has some
+    of the positions; then all three must be named.
 
     >>> transformer_plan(embed="embed", head="head")
     {'embed': 'vocab', 'head.out': 'colwise_loss'}

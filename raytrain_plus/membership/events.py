@@ -99,7 +99,7 @@ class Lost:
     starved: bool = False
     """Whether its node ran out of memory."""
     fault: str = ""
-    """What its device has said as it failed, to recognise it if it recurs; empty if it has not."""
+    """The error of its device, which is recognised if it recurs; empty if the device has not failed."""
 
 
 @dataclass(frozen=True, slots=True)

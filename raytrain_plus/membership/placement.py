@@ -5,7 +5,7 @@ Replicas are spread over nodes, so that the end of a node reaches few. In order 
 
 1. No more state moves than without nodes: a worker that was a member, or holds a stage, takes the stage and tensor rank
    that `mesh.seated` gives it, since a state that moves costs more than a link between nodes. Members of a replica that
-   continues keep their seats. What is chosen here is the replica of the others, and which newcomers join.
+   continues keep their seats. This module chooses the replica of the others, and which newcomers join.
 2. Replicas that lie on one node; then stages, each with all its tensor ranks, that do.
 3. Replicas of equal number on all nodes; those that form together stand in the order of nodes, so that neighbours in a
    ring share one where possible.

@@ -28,7 +28,7 @@ class WorkerActor:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker: Future[Any] = Future()
         self._broken: Future[Any] = Future()
-        """What says whether the device has failed, once the worker is loaded."""
+        """Tells whether the device has failed, once the worker is loaded."""
         # Two threads that import modules in a cycle can see half of one.
         self._importing = threading.Lock()
         self._threads = {} if name is not None else _threads_of_a_worker(cpus)

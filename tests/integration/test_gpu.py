@@ -127,7 +127,7 @@ def test_profiled_steps_add_up(tmp_path: Path) -> None:
 def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
     tmp_path: Path, parallel: Parallel, collective: Any
 ) -> None:
-    """What passes between workers goes through pinned memory; a loss is survived as on CPUs."""
+    """Workers exchange everything through pinned memory, and survive a loss as on CPUs."""
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"task": "tasks:FaultySlices", "parallel": parallel, "evaluate": None}
     _, expected, _ = ended(Run(on_gpu(tmp_path, "cpu", workers=Workers(min=1, max=1), **settings)))
