@@ -88,15 +88,11 @@ def load_history(run: Folder) -> Past:
             rows_skipped = {step: rows for step, rows in rows_skipped.items() if step <= event["step"]}
     evaluated = max(metrics, default=-2)
     found = tuple(survey(run, resumptions))
-    recorded = generation
-    # Checkpoints and ledger parts may come from generations whose events were never written.
-    generation = max(generation, *(one.generation for one in found), -1)
     entered = _entered(run)
-    for written, _ in entered:
-        generation = max(generation, written)
     return Past(
-        generation=generation,
-        recorded=recorded,
+        # Checkpoints and ledger parts may come from generations whose events were never written.
+        generation=max(generation, *(one.generation for one in found), *(written for written, _ in entered), -1),
+        recorded=generation,
         committed=committed,
         members=members,
         gpus=gpus,

@@ -107,10 +107,8 @@ def pass_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...
 
     Raises the errors of `layer_names`.
     """
-    if in_one and task.layers() is None and not _children(_made(task, seed)):
-        layer_names(task, seed, in_one=True)
-        return WHOLE
-    return layer_names(task, seed)
+    names, in_sequence = _layer_names(task, seed, in_one)
+    return names if in_sequence else WHOLE
 
 
 def layer_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...]:
@@ -119,19 +117,30 @@ def layer_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ..
     `in_one`: they stay in one stage, so that the modules of any model do. Raises `TaskError` if the task does not
     declare its layers, or if they cannot be separated.
     """
+    return _layer_names(task, seed, in_one)[0]
+
+
+def _layer_names(task: Task, seed: int, in_one: bool) -> tuple[tuple[str, ...], bool]:
+    """Return `layer_names`, and whether these are run one after the other; the modules of other models are not."""
     try:
         with torch.device("meta"):
             layers = task.layers()
+            module = task.model() if layers is None else None
             children = (
-                _children(task.model(), in_one) if layers is None else {name: build() for name, build in layers.items()}
+                {name: build() for name, build in (layers or {}).items()}
+                if module is None
+                else _children(module, in_one)
             )
     except Exception:
         # For example, a model that reads its values from a file cannot be built on the meta device.
         layers = task.layers()
-        names = tuple(layers if layers is not None else _children(_whole(task, seed), in_one))
-        return names or _raise(_no_layers())
+        if layers is not None:
+            return tuple(layers) or _raise(_no_layers()), True
+        module = _whole(task, seed)
+        return tuple(_children(module, in_one)) or _raise(_no_layers()), bool(_children(module))
     if not children:
         raise _no_layers()
+    in_sequence = module is None or bool(_children(module))
     if layers is None:
         _untied(children)
     _check_apart(children)
@@ -139,7 +148,7 @@ def layer_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ..
         for mark in ("/", MARK):
             if mark in name:
                 raise TaskError(f"the layer '{name}' has a '{mark}' in its name", where="layers()", expected="none")
-    return tuple(children)
+    return tuple(children), in_sequence
 
 
 def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
@@ -153,16 +162,6 @@ def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
     except Exception:
         # For example, a model that reads its values from a file. The workers check the model that they build.
         return []
-
-
-def _made(task: Task, seed: int) -> nn.Module:
-    """Return the whole model, without values if it can be built so."""
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except Exception:
-        # As in `layer_names`.
-        return _whole(task, seed)
 
 
 def _raise(error: Exception) -> NoReturn:

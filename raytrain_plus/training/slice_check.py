@@ -1,7 +1,7 @@
 """Check that a model that is cut into slices computes what the whole one does, layer by layer, on one microbatch.
 
 Each slice has a host of its own. The layers get the same inputs, and the loss's gradients go back through all of them.
-What all hosts have must have the same bits on each, or their weights would drift apart.
+Weights and outputs that all hosts have must have the same bits on each, or the hosts would drift apart.
 
 With `reduction: exact` also that the bits are the same, whether one worker hosts all slices or each has one. Matrix
 products are, because each slice makes its own. But a CPU computes functions such as SiLU otherwise, in the last bit,
@@ -123,11 +123,11 @@ class _Check:
         """`slicings`: of the whole layers (None), of each host, and of one host with all slices if that is wanted."""
         self._task, self._seed = task, seed
         self._names, self._slicings = names, slicings
-        self._hosts, self._count = hosts, len(list(hosts))
+        self._hosts, self._count = hosts, len(hosts)
         self._technique = Technique(Precision("fp32", device))
         self._work = _Noting(task, seed, self._technique, batch)
         self._inputs: list[Tensors | None] = [None]
-        """What each layer gets; the first one gets the batch."""
+        """The input of each layer; that of the first one is the batch."""
         self._divided: list[list[bool]] = [[]]
         """Which tensors of it are divided between hosts."""
 

@@ -12,16 +12,17 @@ import torch
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import DeviceBroken, RaytrainError
+from raytrain_plus.workers.gpu import gpu_of
 
 GRACE_S = 10.0
 """Seconds in which the controller can hear of a broken device before the process ends itself."""
 _SAID = ("CUDA error", "CUDNN_STATUS_EXECUTION_FAILED", "CUBLAS_STATUS_EXECUTION_FAILED", "uncorrectable ECC error")
-"""What libraries say of a device in errors of other types."""
+"""Texts by which errors of other types report that a device has failed."""
 _USABLE = (
     *("out of memory", "ALLOC_FAILED", "no kernel image", "invalid device ordinal", "invalid configuration argument"),
     *("driver version is insufficient", "no CUDA-capable device"),
 )
-"""What they say of memory that has run out, and of mistakes; the device can be used again, or never could."""
+"""Texts of memory that has run out, and of mistakes: the device can be used again, or never could."""
 
 
 def device_fault(error: BaseException, device: torch.device) -> str:
@@ -66,15 +67,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return a GPU's model and UUID, or what Ray calls it if it does not say; empty for a CPU."""
-    if device.type != "cuda":
-        return ""
+    """Return a GPU's model and UUID, or what Ray calls it if it does not answer; empty for a CPU."""
     try:
-        found = torch.cuda.get_device_properties(device)
+        gpu = gpu_of(device)
     except RuntimeError:
         numbers = ", ".join(map(str, ray.get_gpu_ids()))
         return f"GPU {numbers} of node {ray.get_runtime_context().get_node_id()[:12]}"
-    return f"{found.name} (GPU-{found.uuid})"
+    return "" if gpu is None else str(gpu)
 
 
 class Brokenness:

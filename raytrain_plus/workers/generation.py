@@ -111,8 +111,8 @@ class Generation:
             # Its first batches are made while the world forms.
             feed = prepared.feeds.of_member(assignment.layers.stage, assignment.shards, assignment.first_step, stack)
             stack.enter_context(self._reporter)
-            if prepared.gpu_uuid is not None:
-                stack.enter_context(metered(prepared.gpu_uuid, self._reporter.tell))
+            if prepared.gpu is not None:
+                stack.enter_context(metered(prepared.gpu.uuid, self._reporter.tell))
             if self._profiling is not None:
                 # What was profiled until an interrupt is written, once the worlds are left.
                 stack.callback(self._profiling.stop, control)

@@ -40,6 +40,7 @@ from raytrain_plus.training.trial import Trial, check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds
+from raytrain_plus.workers.gpu import Gpu, gpu_of
 from raytrain_plus.workers.messages import WHOLE, Layers, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.own_state import OwnState
 from raytrain_plus.workers.saver import Saver
@@ -62,8 +63,8 @@ class Prepared:
     source: StateSource
     copier: Copier
     saver: Saver
-    gpu_uuid: str | None = None
-    """The UUID of its GPU, as NVML spells it; None without a GPU."""
+    gpu: Gpu | None = None
+    """Its GPU; None without one."""
 
     @property
     def sharded(self) -> bool:
@@ -144,6 +145,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     )
     feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None)
     ready, classes = _reported(job, task, device, own, feeds, trial)
+    gpu = gpu_of(device)
     made = Prepared(
         plan=plan,
         task=task,
@@ -154,15 +156,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         source=StateSource(worker, own, copier),
         copier=copier,
         saver=saver,
-        gpu_uuid=nvml_uuid(device) if device.type == "cuda" else None,
+        gpu=gpu,
     )
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return made, replace(ready, sights=sights_of(plan), gpu=gpu)
-
-
-def nvml_uuid(device: torch.device) -> str:
-    """Return the UUID of a GPU as NVML spells it."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return made, replace(ready, sights=sights_of(plan), gpu="" if gpu is None else gpu.model)
 
 
 def _reported(

@@ -31,6 +31,9 @@ class Hosts:
         self._turn = threading.Lock()
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {}
 
+    def __len__(self) -> int:
+        return self._count
+
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._count))
 

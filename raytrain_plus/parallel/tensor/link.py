@@ -47,6 +47,10 @@ class Link:
             held = {number: one + other for (number, one), other in zip(held.items(), given, strict=True)}
         return held[self.rank].contiguous()
 
+    def whole(self, own: torch.Tensor) -> torch.Tensor:
+        """Return all positions (dimension -2), given those of this worker."""
+        return torch.cat(self.gather([own]), -2) if self.ranks > 1 else own
+
     def largest(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the largest of all slices' numbers, element by element, given those of each hosted one."""
         found = torch.stack(list(parts)).amax(0)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.plan import SliceKind
-from raytrain_plus.parallel.tensor.positions import each_slice, gathered, own_of_sum
+from raytrain_plus.parallel.tensor.positions import cut, divided, each_slice, gathered, own_of_sum
 
 
 class Leaf(nn.Module):
@@ -40,7 +40,7 @@ class Meeting:
         self.divides = divides
         self._count = count
         self._spread = _Spread.apply if enters or not divides else gathered
-        # What a module has gathered is summed over the other workers when it leaves it.
+        # The entrance, which has gathered the positions, sums their gradient over the other workers.
         self._of = Link() if enters else link
         self._input: torch.Tensor | None = None
         self._recorded = True
@@ -48,7 +48,7 @@ class Meeting:
 
     def copies(self, given: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return a copy of the input for each hosted slice; the gradients of all copies are summed once."""
-        # What was made without gradients has none.
+        # Copies that were made without gradients have none.
         if self._input is not given or self._recorded is not torch.is_grad_enabled():
             self._input, self._copies = given, self._spread(given, self._count, self._of)
             self._recorded = torch.is_grad_enabled()
@@ -147,7 +147,7 @@ class Row(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """See the class."""
         self._meeting.end()
-        inputs = _Cut.apply(given, len(self._slices))
+        inputs = cut(given, len(self._slices), -1)
         parts = [F.linear(one, part.weight) for one, part in zip(inputs, self._slices, strict=True)]
         return self._meeting.total(parts, self.bias)
 
@@ -226,7 +226,7 @@ def _joined(parts: Sequence[torch.Tensor], fused: int) -> torch.Tensor:
 def _divided(whole: torch.Tensor, fused: int, count: int) -> list[torch.Tensor]:
     """Return the part of each slice, each in memory of its own: the inverse of `_joined`."""
     if fused == 1 or count == 1:
-        return [part.contiguous() for part in whole.chunk(count, -1)]
+        return list(divided(whole, count, -1))
     each = whole.reshape(*whole.shape[:-1], fused, count, -1)
     return [each[..., number, :].reshape(*whole.shape[:-1], -1) for number in range(count)]
 
@@ -277,11 +277,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The outputs of the hosted slices next to each other.
-
-    Their gradients are in memory of their own, however many are hosted, because the bits of a matrix product can
-    depend on how its operands lie in memory.
-    """
+    """The outputs of the hosted slices next to each other; their gradients are in memory of their own."""
 
     @staticmethod
     def forward(ctx: Any, fused: int, *parts: torch.Tensor) -> torch.Tensor:
@@ -292,17 +288,3 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return None, *_divided(gradient, ctx.fused, ctx.count)
-
-
-class _Cut(torch.autograd.Function):
-    """The inputs of the hosted slices, each in memory of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        found = _divided(given, 1, count)
-        return tuple(part.view_as(part) if part is given else part for part in found)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return torch.cat(gradients, -1), None

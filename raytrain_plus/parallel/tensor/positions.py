@@ -81,7 +81,7 @@ def each_slice(
 ) -> torch.Tensor:
     """Return what `work` makes of the positions of each of `count` hosted slices, and of copies of all `weights`."""
     copies = _Copies.apply(link, count, *weights) if weights else ()
-    parts = _Divide.apply(given, count)
+    parts = cut(given, count, -2)
     found = [work(part, *copies[number::count]) for number, part in enumerate(parts)]
     joined: torch.Tensor = _Join.apply(*found)
     return joined
@@ -132,7 +132,7 @@ def own_of_sum(parts: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
     if length % slices:
         raise TaskError(
             f"{length} positions cannot be divided between {slices} slices",
-            where=f"{WHERE}: sequence_parallel",
+            where=f"{WHERE}: {DIVIDES}",
             expected=f"rows of a length that {slices} divides",
             remedy=f"pad them in Task.collate, or write them with length {length // slices * slices}",
         )
@@ -140,22 +140,33 @@ def own_of_sum(parts: Sequence[torch.Tensor], link: Link) -> torch.Tensor:
     return total
 
 
-def _divided(whole: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Return the positions of each slice, each in memory of its own; see `modules._Join`."""
-    return tuple(part.contiguous() for part in whole.chunk(count, -2))
+def cut(given: torch.Tensor, count: int, dim: int) -> tuple[torch.Tensor, ...]:
+    """Return the part of each of `count` hosted slices along a dimension, each in memory of its own."""
+    parts: tuple[torch.Tensor, ...] = _Cut.apply(given, count, dim)
+    return parts
 
 
-class _Divide(torch.autograd.Function):
-    """The positions of each hosted slice."""
+def divided(whole: torch.Tensor, count: int, dim: int) -> tuple[torch.Tensor, ...]:
+    """Return what `cut` does, without a gradient.
+
+    Each part is in memory of its own, however many are hosted, because the bits of a matrix product can depend on how
+    its operands lie in memory.
+    """
+    return tuple(part.contiguous() for part in whole.chunk(count, dim))
+
+
+class _Cut(torch.autograd.Function):
+    """See `cut`."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        return tuple(part.view_as(part) if part is given else part for part in _divided(given, count))
+    def forward(ctx: Any, given: torch.Tensor, count: int, dim: int) -> tuple[torch.Tensor, ...]:
+        ctx.dim = dim
+        return tuple(part.view_as(part) if part is given else part for part in divided(given, count, dim))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return torch.cat(gradients, -2), None
+        return torch.cat(gradients, ctx.dim), None, None
 
 
 class _Join(torch.autograd.Function):
@@ -169,7 +180,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return _divided(gradient, ctx.count)
+        return divided(gradient, ctx.count, -2)
 
 
 class _Copies(torch.autograd.Function):
@@ -198,7 +209,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor, count: int, link: Link) -> tuple[torch.Tensor, ...]:
         ctx.link = link
-        whole = torch.cat(link.gather([given]), -2) if link.ranks > 1 else given
+        whole = link.whole(given)
         return tuple(whole.view_as(whole) for _ in range(count))
 
     @staticmethod
@@ -219,5 +230,4 @@ class _OwnOfSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        whole = torch.cat(ctx.link.gather([gradient]), -2) if ctx.link.ranks > 1 else gradient
-        return None, *([whole] * ctx.count)
+        return None, *([ctx.link.whole(gradient)] * ctx.count)

@@ -35,8 +35,8 @@ from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.workers.gpu import gpu_of
 from raytrain_plus.workers.gpu_meter import read
-from raytrain_plus.workers.prepared import nvml_uuid
 from tests.gpu import DEVICE, NEEDS_GPU
 from tests.unit.collective.test_staged import Doubling
 from tests.unit.training.group import Group, context
@@ -435,8 +435,10 @@ def test_nvml_knows_this_gpu_by_the_uuid_that_torch_reports() -> None:
     nvml = pytest.importorskip("pynvml")
     nvml.nvmlInit()
     try:
-        gpu = nvml.nvmlDeviceGetHandleByUUID(nvml_uuid(DEVICE))
-        assert nvml.nvmlDeviceGetName(gpu) == torch.cuda.get_device_name(DEVICE)
+        found = gpu_of(DEVICE)
+        assert found is not None
+        gpu = nvml.nvmlDeviceGetHandleByUUID(found.uuid)
+        assert nvml.nvmlDeviceGetName(gpu) == found.model == torch.cuda.get_device_name(DEVICE)
         held = torch.zeros(2**28, dtype=torch.uint8, device=DEVICE)
         use = read(nvml, gpu)
     finally:

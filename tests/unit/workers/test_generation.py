@@ -23,6 +23,7 @@ from raytrain_plus.training.loop import Evaluation
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers import generation, reporter
 from raytrain_plus.workers.generation import Generation
+from raytrain_plus.workers.gpu import Gpu
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.received import ReceivedStates
@@ -295,7 +296,7 @@ def test_a_worker_with_a_gpu_reports_its_use_and_others_start_no_thread_for_it(
     monkeypatch.setattr(generation, "metered", metered)
     Part(member(tmp_path, steps=1), assigned()).run()
     assert read == []
-    prepared = replace(member(tmp_path, steps=1), gpu_uuid="GPU-0")
+    prepared = replace(member(tmp_path, steps=1), gpu=Gpu("NVIDIA", "GPU-0"))
     part = Part(prepared, assigned())
     outcome = part.run()
     sent = [record for call in part.controller.calls if call[0] == "report" for record in call[3]]
