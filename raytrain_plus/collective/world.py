@@ -34,18 +34,26 @@ class Work(Protocol):
         """
 
 
-class World(Protocol):
+class Ways(Protocol):
+    """What can come to use another way later."""
+
+    @property
+    def forming(self) -> bool:
+        """Whether the other way is not ready here yet, which all members are to use from the same step on."""
+
+    def use_formed(self) -> None:
+        """Use the other way from now on, if there is one; it is ready on all members."""
+
+    @property
+    def why_never(self) -> str:
+        """Why the other way will never be ready here; empty if it will, or is."""
+
+
+class World(Ways, Protocol):
     """A member's interface to a world."""
 
     rank: int
     size: int
-
-    @property
-    def forming(self) -> bool:
-        """Whether another way to sum is not ready here yet, which all members are to use from the same step on."""
-
-    def use_formed(self) -> None:
-        """Use that other way from now on, if there is one; it is ready on all members."""
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
         """Start to replace `tensor` (contiguous; float32, float64 or int64) by its sum or maximum over the members."""
@@ -70,9 +78,10 @@ class World(Protocol):
 
 
 class OneWay:
-    """A world with one way to sum."""
+    """`Ways` of which there is one."""
 
     forming = False
+    why_never = ""
 
     def use_formed(self) -> None:
         """Do nothing: there is no other way."""

@@ -318,7 +318,7 @@ class Job:
     collective: Literal["auto", "horovod", "torch", "nccl"] = "auto"
     """Library that sums gradients. `auto` (the default): Horovod if it is built, otherwise `torch`, which is
     torch.distributed with Gloo. On GPUs both sum in pinned memory of the host, and are left as on CPUs when a worker is
-    lost. `nccl`: replicas sum on their GPUs, and in pinned memory while NCCL forms again after a change. It was not run
+    lost. `nccl`: GPUs exchange by NCCL, and through pinned memory while it forms again after a change. It was not run
     on a GPU yet."""
 
     reduction: Literal["ring", "exact"] = "ring"

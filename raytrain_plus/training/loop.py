@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from raytrain_plus.collective.world import World
+from raytrain_plus.collective.world import Ways, World
 from raytrain_plus.data.ledger import SKIPPED
 from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
@@ -24,6 +24,7 @@ from raytrain_plus.training.metric_sums import ShardBatches
 from raytrain_plus.training.passes import ReplicaPasses, Shards
 from raytrain_plus.training.records import Evaluated, Remark, StepRecord
 from raytrain_plus.training.remarks import row_skipped
+from raytrain_plus.training.switch import Switch
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 
@@ -145,6 +146,7 @@ def train(
     copying: Copying,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
+    peers: Ways | None = None,
     profiling: Profiling = not_profiled,
     incomplete: bool = False,
 ) -> Literal["paused", "finished"]:
@@ -153,14 +155,17 @@ def train(
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
     `stopping` has those, and ends the training early: all members know the same metrics, so they end together.
-    `profiling` opens around steps, and returns the context to make them in. `incomplete`: some member lacks
-    weights that others changed in the step before `first_step`.
+    `peers`: the world of this model replica, if it has several workers. `profiling` opens around steps, and returns the
+    context to make them in. `incomplete`: some member lacks weights that others changed in the step before
+    `first_step`.
     Raises `Interrupted` if the group changes.
     """
+    switch = Switch([world] if peers is None else [world, peers])
     training = _Training(
         steps=steps,
         feed=feed,
-        context=_context_of(world, control, timeouts, feed, saving, copying),
+        context=_context_of(world, control, timeouts, feed, saving, copying, switch),
+        switch=switch,
         hosted=hosted,
         shards=shards,
         end=end,
@@ -179,7 +184,13 @@ def train(
 
 
 def _context_of(
-    world: World, control: Control, timeouts: StepTimeouts, feed: Feed, saving: CheckpointWriter, copying: Copying
+    world: World,
+    control: Control,
+    timeouts: StepTimeouts,
+    feed: Feed,
+    saving: CheckpointWriter,
+    copying: Copying,
+    switch: Switch,
 ) -> StepContext:
     """Return the context of a generation's steps."""
 
@@ -189,7 +200,7 @@ def _context_of(
             save=control.save_requested(),
             busy=saving.busy(),
             uncopied=not copying.ready(),
-            forming=world.forming,
+            forming=switch.forming,
         )
 
     return StepContext(world=world, control=control, wait_s=timeouts.wait_s, flags=flags, meanwhile=feed.more)
@@ -202,6 +213,7 @@ class _Training:
     steps: Steps
     feed: Feed
     context: StepContext
+    switch: Switch
     hosted: Sequence[int]
     shards: int
     end: int
@@ -219,7 +231,7 @@ class _Training:
         steps, context, control, stopping = self.steps, self.context, self.context.control, self.stopping
         self.copy(first_step - 1, self.copying.ready())
         stopping.add(first_step - 1, self.evaluate(first_step - 1))
-        step, spread_s = first_step, 0.0
+        step, spread_s, noticed = first_step, 0.0, tuple[Remark, ...]()
         while step < self.end and not stopping.over:
             limit_s = self.timeouts.first_step_s if step == first_step else self.timeouts.step_s
             together = range(step, last_together(step, self.end, steps.every, self.evaluation, self.saving) + 1)
@@ -229,6 +241,7 @@ class _Training:
                 applied = steps.make(together, data.batches, watched)
                 seconds = spread_s + time.monotonic() - start
             bars, drawn = steps.passes.bars, first_step + DRAWN in together
+            data.remarks[step] = [*data.remarks[step], *noticed]
             for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
                 self.tell(record)
             # Reported first: the step is applied, whether or not others live to send what they have changed. The time
@@ -237,8 +250,7 @@ class _Training:
             steps.complete(context)
             spread_s = time.monotonic() - start
             step, flags = together[-1], applied[-1].flags
-            if not flags.forming:
-                context.world.use_formed()
+            noticed = self.switch.made(step, flags, seconds / len(together))
             self.copy(step, not flags.uncopied)
             metrics = self.evaluate(step)
             stopping.add(step, metrics)

@@ -10,15 +10,18 @@ from typing import Any, TypeVar
 
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.collective.invitation import Invitation
-from raytrain_plus.collective.nccl_world import Nccl, NcclWorld
+from raytrain_plus.collective.nccl import Nccl
+from raytrain_plus.collective.nccl_peers import NcclPeers
+from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
-from raytrain_plus.collective.world import World
+from raytrain_plus.collective.world import Ways, World
 from raytrain_plus.device_copies import HostCopies
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.parallel.pipeline.layout import directions
 from raytrain_plus.parallel.pipeline.transport import Peers
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
@@ -47,6 +50,7 @@ from raytrain_plus.workers.task_error import as_training_error
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 _OfHost = TypeVar("_OfHost", TorchWorld, HorovodWorld)
+_Replica = TorchWorld | StagedWorld | NcclPeers
 
 
 class Generation:
@@ -117,12 +121,12 @@ class Generation:
                 # What was profiled until an interrupt is written, once the worlds are left.
                 stack.callback(self._profiling.stop, control)
             state = self._take_place()
-            world, form_s = self._join(state, stack)
+            world, peers, form_s = self._join(state, stack)
             moved = self._take_state(state)
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             # Called first, before the worlds are left.
             stack.callback(self._remember)
-            why = self._train(feed, world)
+            why = self._train(feed, world, peers)
             if why == "finished":
                 if self._profiling is not None:
                     self._profiling.finish(control)
@@ -183,10 +187,11 @@ class Generation:
         assignment = self._assignment
         return assignment.owners[assignment.ring.rank] if assignment.owners else None
 
-    def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, float]:
+    def _join(self, state: TrainState, stack: ExitStack) -> tuple[World, _Replica | None, float]:
         """Form its worlds, which `stack` leaves, and prepare to make steps in them.
 
-        Return the world of its ring, and how many seconds the forming took.
+        Return the world of its ring, that of its model replica, if that has several workers, and how many seconds the
+        forming took.
         """
         assignment = self._assignment
         start = time.monotonic()
@@ -195,10 +200,19 @@ class Generation:
         stack.callback(self._leave, world)
         replica = None
         if assignment.replica is not None:
-            replica = self._staged(TorchWorld(assignment.replica))
+            replica = self._form_replica(assignment.replica)
             stack.callback(self._leave, replica)
         self._steps = self._steps_of(state, replica)
-        return world, time.monotonic() - start
+        return world, replica, time.monotonic() - start
+
+    def _form_replica(self, invitation: Invitation) -> _Replica:
+        """Form the world of its model replica."""
+        prepared, layers = self._prepared, self._assignment.layers
+        host = self._staged(TorchWorld(invitation))
+        if prepared.plan.collective != "nccl":
+            return host
+        wanted = directions(prepared.plan.job.parallel.schedule, layers.stage.of, layers.stage.ranks)
+        return NcclPeers(host, Nccl(prepared.device), wanted, invitation.timeout_s, self._control.interrupted)
 
     def _steps_of(self, state: TrainState, replica: Peers | None) -> Steps:
         """Return how this member makes its steps; `replica`: the world of its model replica, if that has stages."""
@@ -272,12 +286,12 @@ class Generation:
         device = self._prepared.device
         return world if device.type == "cpu" else StagedWorld(world, HostCopies(device), self._control.interrupted)
 
-    def _leave(self, world: World) -> None:
+    def _leave(self, world: World | _Replica) -> None:
         self._control.enter("leaving")
         world.close()
         self._control.enter("idle")
 
-    def _train(self, feed: Feed, world: World) -> Any:
+    def _train(self, feed: Feed, world: World, peers: Ways | None) -> Any:
         assert self._steps is not None, "it has joined"
         prepared, assignment = self._prepared, self._assignment
         job, feeds = prepared.plan.job, prepared.feeds
@@ -299,6 +313,7 @@ class Generation:
             copying=prepared.copier,
             tell=self._tell,
             control=self._control,
+            peers=peers,
             profiling=not_profiled if self._profiling is None else self._profiling.during,
             incomplete=assignment.incomplete,
         )

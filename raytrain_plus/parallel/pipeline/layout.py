@@ -25,6 +25,26 @@ def chunk_stages(schedule: Schedule, stages: int) -> tuple[int, ...]:
     return once + once[::-1] if schedule == "zero-bubble" else once
 
 
+def directions(schedule: Schedule, stages: int, ranks: int) -> list[tuple[int, int]]:
+    """Return who sends tensors to whom in a model replica: (sender, receiver), by position.
+
+    Stages whose chunks follow each other exchange activations and their gradients, among workers of one of the `ranks`;
+    those of a stage exchange what `tensor.link` sums.
+
+    >>> directions("1f1b", 3, 1), directions("1f1b", 1, 2)
+    ([(0, 1), (1, 0), (1, 2), (2, 1)], [(0, 1), (1, 0)])
+    >>> directions("interleaved", 3, 1)[-2:], len(directions("1f1b", 2, 4))
+    ([(2, 0), (2, 1)], 24)
+    """
+    neighbours = itertools.pairwise(chunk_stages(schedule, stages))
+    pairs = {(one * ranks + rank, other * ranks + rank) for one, other in neighbours for rank in range(ranks)}
+    distances = [1 << level for level in range(ranks.bit_length() - 1)]
+    positions = range(stages * ranks)
+    # Positions of a stage differ in the lowest bits only.
+    pairs |= {(one, one - one % ranks + (one % ranks ^ distance)) for one in positions for distance in distances}
+    return sorted({pair for one, other in pairs if one != other for pair in ((one, other), (other, one))})
+
+
 def result_depends_on_partition(schedule: Schedule) -> bool:
     """Return whether another partition trains differently; the partition must then be the same in every run."""
     return schedule == "pipedream"

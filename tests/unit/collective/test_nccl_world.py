@@ -7,130 +7,27 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from raytrain_plus.collective import nccl_world
+from raytrain_plus.collective import nccl, nccl_world
+from raytrain_plus.collective.nccl_forming import NAME
 from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.errors import Interrupted
+from tests.unit.collective.stand_in_nccl import ID, Device, Library
 from tests.unit.training.test_synchronous import Ring, RingWorld
-
-ID = bytes(range(128))
-NAME = "the id of NCCL's members"
-
-
-class Device:
-    """What the members of one NCCL world share."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.changed = threading.Condition()
-        self.here: set[int] = set()
-        self.started: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor, str]]] = defaultdict(dict)
-        self.ended: set[int] = set()
-
-    def start(self, number: int, rank: int, tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
-        with self.changed:
-            parts = self.started[number]
-            parts[rank] = tensor, into, what
-            if len(parts) == self.size:
-                self._compute(parts)
-                self.ended.add(number)
-            self.changed.notify_all()
-
-    def _compute(self, parts: dict[int, tuple[torch.Tensor, torch.Tensor, str]]) -> None:
-        given = [parts[rank][0].clone() for rank in range(self.size)]
-        for rank, (_, into, what) in parts.items():
-            if what in ("sum", "max"):
-                stacked = torch.stack(given)
-                into.copy_(stacked.sum(0) if what == "sum" else stacked.amax(0))
-            elif what == "gather":
-                into.copy_(torch.cat(given))
-            elif what == "exchange":
-                into.copy_(torch.cat([one.chunk(self.size)[rank] for one in given]))
-            else:
-                into.copy_(torch.stack(given).sum(0).chunk(self.size)[rank])
-
-
-class StandIn:
-    """A member's part in the stand-in; `fails_after` so many operations NCCL reports an error."""
-
-    def __init__(self, device: Device, rank: int, fails_after: int | None) -> None:
-        self.device, self.rank, self.fails_after = device, rank, fails_after
-        self.count = 0
-        self.aborted = 0
-        self.used: list[Any] = []
-        with device.changed:
-            device.here.add(rank)
-
-    def state(self) -> Any:
-        if self.aborted or (self.fails_after is not None and self.count > self.fails_after):
-            return "failed"
-        return "ready" if len(self.device.here) == self.device.size else "under way"
-
-    def why(self) -> str:
-        return "unhandled system error"
-
-    def reduce(self, tensor: torch.Tensor, operation: str) -> None:
-        self._start(tensor, tensor, operation)
-
-    def gather(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        self._start(tensor, into, "gather")
-
-    def exchange(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        self._start(tensor, into, "exchange")
-
-    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        self._start(tensor, into, "scatter")
-
-    def _start(self, tensor: torch.Tensor, into: torch.Tensor, what: str) -> None:
-        self.device.start(self.count, self.rank, tensor, into, what)
-        self.count += 1
-
-    def mark(self) -> Any:
-        number, device = self.count - 1, self.device
-
-        class At:
-            def query(self) -> bool:
-                return number in device.ended
-
-        return At()
-
-    def use(self, event: Any) -> None:
-        self.used.append(event)
-
-    def abort(self) -> None:
-        self.aborted += 1
-
-
-class Library:
-    def __init__(self, device: Device, fails_after: int | None = None) -> None:
-        self.device, self.fails_after = device, fails_after
-        self.made: list[StandIn] = []
-        self.ids: list[bytes] = []
-        self.slow: threading.Event | None = None
-
-    def new_id(self) -> bytes:
-        return ID
-
-    def begin(self, shared_id: bytes, rank: int, size: int) -> Any:
-        self.ids.append(shared_id)
-        if self.slow is not None:
-            self.slow.wait(5)
-        self.made.append(StandIn(self.device, rank, self.fails_after))
-        return self.made[-1]
 
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of floating numbers count as those of the device."""
-    monkeypatch.setattr(nccl_world, "_on_host", lambda tensor: not tensor.is_floating_point())
+    monkeypatch.setattr(nccl_world, "on_host", lambda tensor: not tensor.is_floating_point())
 
 
 def switched(world: NcclWorld) -> NcclWorld:
@@ -254,20 +151,17 @@ def test_an_error_that_nccl_reports_ends_the_wait() -> None:
     assert together(2, each, fails_after=0) == ["told", ""]
 
 
-def test_a_peer_that_dies_while_nccl_forms(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_that_dies_while_nccl_forms() -> None:
     """Its id has come, itself does not: the other world goes on, and nothing is left when that is left."""
     device, library, ring = Device(2), Library(Device(2)), Ring(2)
     library.device = device
     with ThreadPoolExecutor(1) as pool:
-        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(128, dtype=torch.int64), NAME))
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 128, dtype=torch.int64), NAME))
         world = NcclWorld(RingWorld(0, ring), library, 0.1, lambda: False)
         dies.result()
     time.sleep(0.3)
     assert world.forming
-    assert (
-        "NCCL did not form; sums stay in the host's memory: stopped waiting for NCCL to form, after 0.1 s"
-        in caplog.text
-    )
+    assert world.why_never == "stopped waiting for NCCL to form, after 0.1 s"
     assert library.made[0].aborted == 1
     world.close()
     assert world.forming
@@ -277,7 +171,7 @@ def test_a_world_that_is_left_while_nccl_forms_aborts_it() -> None:
     device, ring = Device(2), Ring(2)
     library = Library(device)
     with ThreadPoolExecutor(1) as pool:
-        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(128, dtype=torch.int64), NAME))
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 128, dtype=torch.int64), NAME))
         world = NcclWorld(RingWorld(0, ring), library, 60, lambda: False)
         dies.result()
     start = time.monotonic()
@@ -290,7 +184,7 @@ def test_who_is_told_to_leave_before_the_id_has_come_leaves_the_other_world() ->
     closed = threading.Event()
     host = RingWorld(1, Ring(2))
     host.close = closed.set  # type: ignore[method-assign]
-    with pytest.raises(Interrupted, match="the id of NCCL's members"):
+    with pytest.raises(Interrupted, match="the ids of NCCL's members"):
         NcclWorld(host, Library(Device(2)), 5, lambda: True)
     assert closed.is_set()
 
@@ -327,3 +221,12 @@ def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(member, range(2)))
     assert sorted(closed) == [0, 1]
+
+
+def test_nccl_reports_its_state_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    reports = iter([7, 0, 6])
+    communicator = SimpleNamespace(get_async_error=lambda: next(reports), get_last_error=lambda: "remote error")
+    found = nccl._OnGpu(None, communicator, 0, torch.device("cuda", 0))
+    assert [found.state() for _ in range(3)] == ["under way", "ready", "failed"]
+    assert found.why() == "remote error"

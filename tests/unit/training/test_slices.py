@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -38,11 +39,13 @@ from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
 from tests.unit.parallel.tensor import hosting
+from tests.unit.training import linked as links
 from tests.unit.training import test_synchronous
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Ring, RingWorld, Told, check_same, control, state_of, tensors_of
 
 one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+by_nccl = links.by_nccl
 
 SHARDS, STEPS, SEED, SLICES = 4, 3, 3, 4
 WIDTH, HEADS, WORDS = 32, 4, 24
@@ -220,6 +223,19 @@ def test_the_bits_do_not_depend_on_who_hosts_the_slices(shape: Shape, of_one: To
         assert found == applied
     for replica in range(shape.replicas):
         check_same(collected(told, shape, replica), state)
+
+
+def test_so_it_is_by_nccl(of_one: Told, by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(2, 2, 2)
+    linked = links.Linked("1f1b", shape)
+    monkeypatch.setattr(sys.modules[__name__], "Threads", linked)
+    applied, state = of_one
+    told = together(shape)
+    for found, _ in told:
+        assert found == applied
+    for replica in range(shape.replicas):
+        check_same(collected(told, shape, replica), state)
+    assert linked.carried == set(linked.directions)
 
 
 @pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "bf16-params"])

@@ -1,0 +1,122 @@
+"""Communicators that form on a thread of their own, all of a member's or none, while something else does their work."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+import torch
+
+from raytrain_plus.collective.nccl import ID_BYTES, Communicator, Library, settle
+from raytrain_plus.collective.world import World, wait
+from raytrain_plus.errors import Interrupted, RaytrainError
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 0.1
+"""Limit, in seconds, of waiting for the thread, which may be inside of NCCL."""
+NAME = "the ids of NCCL's members"
+
+
+class Wanted(NamedTuple):
+    """A communicator to form: its id, this member's rank in it, and how many members it has."""
+
+    shared_id: bytes
+    rank: int
+    size: int
+
+
+def shared_ids(host: World, own: Sequence[bytes], limit_s: float, interrupted: Callable[[], bool]) -> list[list[bytes]]:
+    """Return the ids that each member gives, by its rank. All give as many; an id that no one uses may be empty.
+
+    Raises `Interrupted` if a member does not answer within `limit_s`, or `interrupted` returns True; `host` is left
+    then.
+    """
+    given = torch.tensor([list(one.ljust(ID_BYTES, b"\0")) for one in own], dtype=torch.uint8)
+    try:
+        # The sum with the zeros of the others: every world can sum, and not every one gathers bytes.
+        everyone = torch.zeros(host.size, *given.shape, dtype=torch.int64)
+        everyone[host.rank] = given
+        wait([host.reduce(everyone, NAME)], NAME, limit_s, interrupted)
+    except Exception as error:
+        host.close()
+        raise error if isinstance(error, RaytrainError) else Interrupted(f"NCCL has no id: {error}") from error
+    return [[bytes(one) for one in of_member] for of_member in everyone.tolist()]
+
+
+class Forming:
+    """Communicators under way: formed, not yet, or never."""
+
+    def __init__(
+        self,
+        library: Library,
+        wanted: Sequence[Wanted],
+        limit_s: float,
+        prepare: Callable[[Sequence[Communicator], Callable[[], bool]], object] = lambda *_: None,
+    ) -> None:
+        """Begin to form all that are wanted, each within `limit_s`.
+
+        `prepare` makes their first use on the same thread; it hears whether they are left meanwhile.
+        """
+        self._library = library
+        self._wanted = wanted
+        self._limit_s = limit_s
+        self._prepare = prepare
+        self._left = threading.Event()
+        self._formed: Future[list[Communicator]] = Future()
+        self._thread = threading.Thread(target=self._form, name="forms NCCL", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all have formed."""
+        return self._formed.done() and self._formed.exception() is None
+
+    @property
+    def failure(self) -> str:
+        """Why they will never form; empty if they may, or have."""
+        error = self._formed.exception() if self._formed.done() else None
+        return "" if error is None else str(error)
+
+    def communicators(self) -> list[Communicator]:
+        """Return them, in order; all have formed."""
+        return self._formed.result(0)
+
+    def left(self) -> bool:
+        """Return whether they are left."""
+        return self._left.is_set()
+
+    def leave(self) -> None:
+        """Abort all of them, now or as soon as NCCL lets go of the thread that forms them."""
+        self._left.set()
+        self._thread.join(LEAVE_S)
+        if self.ended:
+            _abort(self.communicators())
+
+    def _form(self) -> None:
+        made: list[Communicator] = []
+        try:
+            # All begin before any is waited for. If one does not, those that have begun are aborted.
+            for one in self._wanted:
+                made.append(self._library.begin(*one))
+            for communicator in made:
+                settle(communicator, "NCCL to form", self._limit_s, self.left)
+            self._prepare(made, self.left)
+        except Exception as error:
+            _abort(made)
+            self._formed.set_exception(error)
+            return
+        self._formed.set_result(made)
+        if self.left():
+            _abort(made)
+
+
+def _abort(communicators: Sequence[Communicator]) -> None:
+    for one in communicators:
+        try:
+            one.abort()
+        except Exception as error:
+            log.warning("NCCL's part could not be aborted: %s", error)

@@ -1,0 +1,43 @@
+"""Stages whose workers send to each other by NCCL, with a stand-in for it: the bits of one worker."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.membership.mesh import Shape
+from tests.unit.training import test_pipedream, test_synchronous
+from tests.unit.training.linked import Linked, by_nccl
+from tests.unit.training.test_synchronous import check_same, one_computes_at_a_time
+
+__all__ = ["by_nccl", "one_computes_at_a_time"]
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "interleaved", "zero-bubble", pytest.param("gpipe", marks=pytest.mark.slow)]
+)
+def test_stages(schedule: Schedule, by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(2, 4)
+    linked = Linked(schedule, shape)
+    monkeypatch.setattr(test_synchronous, "Threads", linked)
+    applied, state = test_synchronous.alone(exact=True)
+    told = test_synchronous.together(shape, schedule, exact=True)
+    for found, _ in told:
+        assert found == applied
+    for replica in range(shape.replicas):
+        check_same(test_synchronous.collected(told, shape, replica), state)
+    # Each link carried something, and nothing went another way.
+    assert linked.carried == set(linked.directions)
+
+
+def test_steps_that_overlap(by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, windows = Shape(2, 2), [range(3), range(3, 5)]
+    through_host = test_pipedream.together(shape, windows)
+    linked = Linked("pipedream", shape)
+    monkeypatch.setattr(test_pipedream, "Threads", linked)
+    found = test_pipedream.together(shape, windows)
+    for (told, weights, _), (expected, bits, _) in zip(found, through_host, strict=True):
+        assert told == expected
+        assert all(torch.equal(weights[name], bits[name]) for name in bits)
+    assert linked.carried == set(linked.directions)
