@@ -36,10 +36,12 @@ def test_ray_accepts_it_unchanged(file: Path) -> None:
     assert config["available_node_types"]
 
 
-@pytest.mark.parametrize("name", ["aws", "gcp", "azure"])
-@pytest.mark.parametrize("kind", ["-minimal", "", "-8gpu"])
-def test_nothing_trains_on_the_head_and_workers_are_on_spot(name: str, kind: str) -> None:
-    types = loaded(CLUSTERS / f"{name}{kind}.yaml")["available_node_types"]
+CLOUDS = [file for file in LAUNCHED if file.stem != "local"]
+
+
+@pytest.mark.parametrize("file", CLOUDS, ids=lambda file: file.stem)
+def test_nothing_trains_on_the_head_and_workers_are_on_spot(file: Path) -> None:
+    name, types = loaded(file)["provider"]["type"], loaded(file)["available_node_types"]
     assert types["head"]["resources"] == {"CPU": 0}
     spots = {
         "aws": lambda node: node["InstanceMarketOptions"]["MarketType"] == "spot",
@@ -52,7 +54,32 @@ def test_nothing_trains_on_the_head_and_workers_are_on_spot(name: str, kind: str
             assert spots[name](types[other]["node_config"]), "on demand"
 
 
-CLOUDS = [file for file in LAUNCHED if file.stem != "local"]
+def test_the_interfaces_of_efa_are_those_that_aws_and_ray_ask_for() -> None:
+    config = loaded(CLUSTERS / "aws-8gpu-efa.yaml")
+    head, worker = (config["available_node_types"][name]["node_config"] for name in ("head", "gpu_spot"))
+    first, *others = worker["NetworkInterfaces"]
+    # An interface without an address cannot be the first one; each card has one interface.
+    assert (first["InterfaceType"], first["DeviceIndex"]) == ("efa", 0)
+    assert {(one["InterfaceType"], one["DeviceIndex"]) for one in others} == {("efa-only", 1)}
+    assert [one["NetworkCardIndex"] for one in (first, *others)] == list(range(32))
+    assert len({one["SubnetId"] for one in (first, *others)}) == 1
+    assert all(one["Groups"] == head["SecurityGroupIds"] for one in (first, *others))
+    # Several interfaces exclude a public address, by which Ray would reach a worker.
+    assert config["provider"]["use_internal_ips"]
+    aws = pytest.importorskip("ray.autoscaler._private.aws.config")
+    placed = aws._configure_subnets_and_groups_from_network_interfaces(worker)
+    assert len(placed["SubnetIds"]) == 32
+
+
+def test_rays_launcher_on_azure_cannot_connect_machines_by_infiniband() -> None:
+    private = Path(pytest.importorskip("ray").__file__).parent / "autoscaler" / "_private"
+    template = (private / "_azure" / "azure-vm-template.json").read_text().lower()
+    assert "availabilityset" not in template
+    assert "scaleset" not in template
+    (_, start) = loaded(CLUSTERS / "azure-8gpu.yaml")["worker_start_ray_commands"]
+    assert " NCCL_SOCKET_IFNAME=eth0;" in start
+
+
 RIGHTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], bool]] = {
     "aws": lambda provider, node: bool(node.get("IamInstanceProfile")),
     "gcp": lambda provider, node: any(
@@ -182,7 +209,9 @@ def test_resources_of_pods(file: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["aws-8gpu.yaml", "gcp-8gpu.yaml", "azure-8gpu.yaml", "kuberay/raycluster-8gpu.yaml"])
+@pytest.mark.parametrize(
+    "name", ["aws-8gpu.yaml", "aws-8gpu-efa.yaml", "gcp-8gpu.yaml", "azure-8gpu.yaml", "kuberay/raycluster-8gpu.yaml"]
+)
 def test_machines_with_eight_gpus(name: str) -> None:
     found = fit(job(min=8, max=32, gpus=1), CLUSTERS / name)
     assert (found.first, found.most, found.wanted) == (0, 32, 32)
