@@ -27,7 +27,7 @@ def found(pattern: str, file: Path) -> set[str]:
 
 
 def test_the_table_agrees_with_itself() -> None:
-    assert list(VERSIONS) == ["Ray", "image", "Python", "torch", "CUDA", "NCCL", "NVIDIA driver"]
+    assert list(VERSIONS) == ["Ray", "image", "Python", "torch", "CUDA", "NCCL", "EFA installer", "NVIDIA driver"]
     assert driver_floor(VERSIONS["CUDA"]) == DRIVER
     python = VERSIONS["Python"].replace(".", "")
     assert VERSIONS["image"] == f"rayproject/ray:{VERSIONS['Ray']}-py{python}-gpu"
@@ -38,6 +38,7 @@ def test_a_file_has_the_versions_of_the_table(file: Path) -> None:
     assert found(r"rayproject/ray:\S+", file) <= {VERSIONS["image"]}
     assert found(r'rayVersion: "(.+)"', file) | found(r"/raytrain:(\S+)", file) <= {VERSIONS["Ray"]}
     assert found(r"torch==([^\"\s]+)", file) <= {VERSIONS["torch"]}
+    assert found(r"aws-efa-installer-([\d.]+\d)", file) <= {VERSIONS["EFA installer"]}
     drivers = found(r"nvidia-(\d{3})\b", file) | found(r"driver (\d{3})\b", file)
     assert all(int(driver) >= DRIVER for driver in drivers)
 
