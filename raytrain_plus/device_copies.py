@@ -7,6 +7,7 @@ pinned memory, from which the GPU fetches it by itself. On a CPU all of this is 
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy as shallow
@@ -50,6 +51,14 @@ def read_together(numbers: Iterable[Numbers]) -> None:
         joined = to_host(torch.cat([one.on_device.to(torch.float64) for one in found]))
         for one, host in zip(found, joined.split([len(one.on_device) for one in found]), strict=True):
             one.read = host
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back to the device what torch has kept of its memory for later."""
+    # Tensors may be in cycles, with the frames that an error came from.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

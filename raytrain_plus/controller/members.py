@@ -162,6 +162,7 @@ class Members:
                 outcome.why,
                 outcome.fault,
                 outcome.final,
+                outcome.exhausted,
                 stage=outcome.stage,
                 ready=outcome.ready,
                 copy=outcome.copy,

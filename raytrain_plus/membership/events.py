@@ -78,6 +78,8 @@ class Left:
     Empty without either."""
     final: bool = False
     """The error would recur on every retry."""
+    exhausted: bool = False
+    """The error is that memory has run out."""
     stage: Stage | None = None
     """The stage of the state that it holds."""
     ready: int | None = None

@@ -41,6 +41,8 @@ from raytrain_plus.membership.view import form_view
 Outcome = tuple[Group, list[e.Command]]
 
 _TOO_LONG = " took too long"
+_AGAIN = "again: "
+"""How the fault of memory that ran out a second time begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,15 +588,23 @@ def _out(group: Group, event: e.Left) -> Group:
     group = replace(group, cause=event.fault)
     if event.final:
         return replace(group, failure=group.failure or event.fault)
-    return _fault(group, group.committed if event.holds is None else event.holds, event.fault)
+    after = group.committed if event.holds is None else event.holds
+    if event.exhausted and _recurs(group, after, event.fault) and not _recurs(group, after, _AGAIN + event.fault):
+        # Its memory may be in pieces, or another process may have taken it. A third time ends the run.
+        return _fault(with_worker(group, event.worker, leaving=True), after, _AGAIN + event.fault)
+    return _fault(group, after, event.fault)
 
 
 def _fault(group: Group, held: int, fault: str) -> Group:
     """Record a fault at the step after `held`; the same fault there in an earlier generation ends the run."""
-    again = any((at, what) == (held + 1, fault) and before < group.generation for at, what, before in group.faults)
-    if again and not group.failure:
+    if _recurs(group, held, fault) and not group.failure:
         return replace(group, failure=fault)
     return replace(group, faults=(*group.faults, (held + 1, fault, group.generation)))
+
+
+def _recurs(group: Group, held: int, fault: str) -> bool:
+    """Return whether this fault came at the step after `held` in an earlier generation."""
+    return any((at, what) == (held + 1, fault) and before < group.generation for at, what, before in group.faults)
 
 
 def _left(group: Group, event: e.Left) -> Outcome:

@@ -17,9 +17,9 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import Ways, World
-from raytrain_plus.device_copies import HostCopies
+from raytrain_plus.device_copies import HostCopies, release_memory
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
-from raytrain_plus.job.task_loader import fault_of, is_signal
+from raytrain_plus.job.task_loader import fault_of, is_signal, out_of_memory
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.layout import directions
 from raytrain_plus.parallel.pipeline.transport import Peers
@@ -101,6 +101,9 @@ class Generation:
                 raise
             prepared.own.go_back()
             outcome = self._ended_by(error)
+        if outcome.exhausted:
+            # What the error held is free by now; the next attempt finds the memory whole.
+            release_memory(prepared.device)
         prepared.copier.end()
         prepared.source.forget_given()
         self._control.enter("idle")
@@ -159,7 +162,8 @@ class Generation:
         parts = () if self._steps is None else self._steps.state.parts
         modules = {id(one): name for part in parts for name, one in part.module.named_modules()}
         reported = as_training_error(error, rows, modules)
-        return replace(failed, error=reported, fault=fault_of(error), step=self._in_step)
+        exhausted = out_of_memory(error)
+        return replace(failed, error=reported, fault=fault_of(error), exhausted=exhausted, step=self._in_step)
 
     def _take_place(self) -> TrainState:
         """Return the state of what this member is to hold, built if it holds something else or must start over."""

@@ -245,6 +245,8 @@ class Outcome:
     leave."""
     final: bool = False
     """The error would recur on every retry."""
+    exhausted: bool = False
+    """The error is that memory has run out."""
     step: int | None = None
     """The step that the task's code was computing or applying when it raised the error."""
     records: Sequence[Record] = ()

@@ -16,7 +16,7 @@ import pytest
 
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, WorkerStatus, newest_state
+from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, WorkerStatus, members_in, newest_state
 from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
 from raytrain_plus.membership.mesh import Donor, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
@@ -297,6 +297,41 @@ def test_the_same_error_at_the_same_step_twice_ends_the_run() -> None:
     assert commands == [e.HandOver((("b", WHOLE),), 1)]
     group, commands = step(group, e.Handed())
     assert commands == [e.End("failed", "ValueError: no")]
+
+
+def test_memory_that_runs_out_again_replaces_the_worker_and_then_ends_the_run() -> None:
+    group, fault = group_in(T), "OutOfMemoryError at task.py:7"
+
+    def exhausted(group: Group, names: tuple[str, ...]) -> tuple[Group, list[e.Command]]:
+        for name in names:
+            told = left(name, group.generation, 1, "failed", fault)
+            group, commands = step(group, replace(told, exhausted=True))
+        for name in members_in(group):
+            group, commands = step(group, left(name, group.generation, 1, "interrupted"))
+        return group, commands
+
+    group, commands = exhausted(group, ("a",))
+    assert [type(command) for command in commands] == [e.Join]
+    group, commands = exhausted(group, ("a",))
+    # The other one goes on alone, until a new process has come in its place.
+    assert not group.failure
+    assert group.seats == ("b",)
+    group, commands = step(group, e.Joined("b", group.generation))
+    assert [type(command) for command in commands] == [e.Dismiss, e.Start]
+    group, commands = exhausted(group, ("b",))
+    assert group.failure == fault
+
+
+def test_memory_that_runs_out_on_all_workers_again_loses_no_state() -> None:
+    group, fault = group_in(T), "OutOfMemoryError at task.py:7"
+    for _ in range(2):
+        for name in ("a", "b"):
+            told = left(name, group.generation, 1, "failed", fault)
+            group, commands = step(group, replace(told, exhausted=True))
+    # Both leave as soon as others have their state.
+    assert {name for name, worker in group.workers.items() if worker.leaving} == {"a", "b"}
+    assert not any(isinstance(command, e.Dismiss) for command in commands)
+    assert not group.failure
 
 
 def test_another_error_or_another_step_is_retried() -> None:
