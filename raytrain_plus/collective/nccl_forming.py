@@ -35,16 +35,16 @@ def shared_ids(host: World, own: Sequence[bytes], limit_s: float, interrupted: C
     Raises `Interrupted` if a member does not answer within `limit_s`, or `interrupted` returns True; `host` is left
     then.
     """
-    given = torch.tensor([list(one.ljust(ID_BYTES, b"\0")) for one in own], dtype=torch.uint8)
+    everyone = torch.zeros(host.size, len(own), ID_BYTES // 8, dtype=torch.int64)
+    joined = bytearray(b"".join(one.ljust(ID_BYTES, b"\0") for one in own))
+    everyone[host.rank] = torch.frombuffer(joined, dtype=torch.int64).view(len(own), -1)
     try:
-        # The sum with the zeros of the others: every world can sum, and not every one gathers bytes.
-        everyone = torch.zeros(host.size, *given.shape, dtype=torch.int64)
-        everyone[host.rank] = given
+        # Each is summed with the zeros of the others.
         wait([host.reduce(everyone, NAME)], NAME, limit_s, interrupted)
     except Exception as error:
         host.close()
         raise error if isinstance(error, RaytrainError) else Interrupted(f"NCCL has no id: {error}") from error
-    return [[bytes(one) for one in of_member] for of_member in everyone.tolist()]
+    return [[one.tobytes() for one in of_member] for of_member in everyone.numpy()]
 
 
 class Forming:

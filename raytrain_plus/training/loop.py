@@ -241,7 +241,7 @@ class _Training:
                 applied = steps.make(together, data.batches, watched)
                 seconds = spread_s + time.monotonic() - start
             bars, drawn = steps.passes.bars, first_step + DRAWN in together
-            data.remarks[step] = [*data.remarks[step], *noticed]
+            data.remarks.setdefault(step, []).extend(noticed)
             for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
                 self.tell(record)
             # Reported first: the step is applied, whether or not others live to send what they have changed. The time

@@ -156,7 +156,7 @@ def test_a_peer_that_dies_while_nccl_forms() -> None:
     device, library, ring = Device(2), Library(Device(2)), Ring(2)
     library.device = device
     with ThreadPoolExecutor(1) as pool:
-        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 128, dtype=torch.int64), NAME))
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 16, dtype=torch.int64), NAME))
         world = NcclWorld(RingWorld(0, ring), library, 0.1, lambda: False)
         dies.result()
     time.sleep(0.3)
@@ -171,7 +171,7 @@ def test_a_world_that_is_left_while_nccl_forms_aborts_it() -> None:
     device, ring = Device(2), Ring(2)
     library = Library(device)
     with ThreadPoolExecutor(1) as pool:
-        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 128, dtype=torch.int64), NAME))
+        dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 16, dtype=torch.int64), NAME))
         world = NcclWorld(RingWorld(0, ring), library, 60, lambda: False)
         dies.result()
     start = time.monotonic()
