@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 ID_BYTES = 128
 """Length of the id by which NCCL's members find each other."""
+SUCCESS, IN_PROGRESS = 0, 7
+"""Two of NCCL's results (`ncclResult_t`); every other one is an error."""
 POLL_S = 0.001
 """Seconds between two looks at the GPU."""
 LEAVE_S = 0.1
@@ -278,9 +280,9 @@ class _OnGpu:
     def state(self) -> State:
         if self._aborted:
             return "failed"
-        found = self._communicator.get_async_error()
-        result = type(found)
-        return "ready" if found == result.Success else "under way" if found == result.InProgress else "failed"
+        # A plain number, although nccl4py's annotation promises a member of its enumeration.
+        found = int(self._communicator.get_async_error())
+        return "ready" if found == SUCCESS else "under way" if found == IN_PROGRESS else "failed"
 
     def why(self) -> str:
         return "it was left" if self._aborted else str(self._communicator.get_last_error())

@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -327,3 +328,12 @@ def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(member, range(2)))
     assert sorted(closed) == [0, 1]
+
+
+def test_nccl_reports_its_state_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    reports = iter([7, 0, 6])
+    communicator = SimpleNamespace(get_async_error=lambda: next(reports), get_last_error=lambda: "remote error")
+    found = nccl_world._OnGpu(None, communicator, torch.device("cuda", 0))
+    assert [found.state() for _ in range(3)] == ["under way", "ready", "failed"]
+    assert found.why() == "remote error"
