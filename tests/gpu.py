@@ -23,6 +23,8 @@ def needs(module: str, name: str) -> pytest.MarkDecorator:
 
 SHARES_A_GPU = (2, 30)
 """The NCCL from which on several ranks may use one GPU, if a variable says so."""
+EACH = "each"
+"""A host's name that each process replaces by one of its own, before it uses NCCL: `integration.gpu_tasks` does."""
 
 
 def nccl_version() -> tuple[int, ...]:
@@ -33,17 +35,17 @@ def nccl_version() -> tuple[int, ...]:
     return version
 
 
-def sharing(rank: int | str, version: tuple[int, ...] | None = None) -> dict[str, str]:
+def sharing(rank: int | None, version: tuple[int, ...] | None = None) -> dict[str, str]:
     """Return the environment variables with which NCCL lets several ranks use one GPU; `version`: of NCCL.
 
-    `rank` is anything that no other rank has. NCCL before 2.30 refuses two ranks on one GPU of one host. There, each
-    rank is on a host of its own, and the ranks talk over loopback, as nodes on Ethernet do.
+    NCCL before 2.30 refuses two ranks on one GPU of one host. There, each rank is on a host of its own, and the ranks
+    talk over loopback, as nodes on Ethernet do. Without a `rank`, each process must name its own host: see `EACH`.
     """
     if (nccl_version() if version is None else version) >= SHARES_A_GPU:
         # NVLink's sums in the switch need a GPU for each rank, and a rank must leave the others room on the GPU.
         return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "1"}
     return {
-        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_HOSTID": EACH if rank is None else f"rank-{rank}",
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_IB_DISABLE": "1",

@@ -188,6 +188,9 @@ class NcclWorld:
             return None
         try:
             start(communicator)
+        except torch.AcceleratorError:
+            # The GPU has failed, not the others.
+            raise
         except Exception as error:
             raise Interrupted(f"cannot start the collective of {name}: {error}") from error
         _settle(communicator, f"NCCL to start the collective of {name}", self._limit_s, self._interrupted)

@@ -310,6 +310,20 @@ def test_an_operation_that_cannot_start_interrupts() -> None:
     assert together(2, each) == ["told"] * 2
 
 
+def test_a_gpu_that_has_failed_is_no_interrupt() -> None:
+    def each(world: NcclWorld) -> str:
+        def fails(*_: Any) -> None:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        assert world._uses is not None
+        world._uses.reduce = fails  # type: ignore[method-assign]
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            world.reduce(torch.ones(1), "gradients")
+        return "told"
+
+    assert together(2, each) == ["told"] * 2
+
+
 def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world() -> None:
     ring, device, closed = Ring(2), Device(2), []
 
