@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu import sharing
 from tests.integration.test_worlds import Member, form, members, reduced, server
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,6 +96,14 @@ def test_ten_formings_leave_nothing(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_formings_leave_nothing(kind: str) -> None:
     assert grown(kind, 2, 100) == [{}, {}]
+
+
+def test_ranks_share_a_gpu_by_what_their_nccl_allows() -> None:
+    ours, theirs = (sharing(rank, (2, 29, 7)) for rank in range(2))
+    assert ours["NCCL_HOSTID"] != theirs["NCCL_HOSTID"]
+    assert ours["NCCL_SOCKET_IFNAME"] == "lo"
+    assert sharing(0, (2, 30, 7)) == sharing(1, (2, 31, 0)) == sharing(None, (2, 30))
+    assert sharing(0, (2, 30, 7))["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
 
 def test_growth_beyond_what_allocators_keep_is_seen() -> None:

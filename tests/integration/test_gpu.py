@@ -186,7 +186,7 @@ def test_a_worker_whose_gpu_finds_a_false_assertion_is_replaced(tmp_path: Path, 
     # Another worker has the state, even if the fault comes before all four train.
     run = sharing_workers(tmp_path, "gpu", collective, 2, args={"fault": "backward:assert:100"}, **settings)
     lost = run.until_told("worker_lost")
-    assert lost["cause"] == "its device failed: CUDA error: device-side assert triggered"
+    assert lost["cause"].startswith("its GPU failed: CUDA error: device-side assert triggered (")
     run.until_told("recovered")
     recovered_as_on_a_cpu(run, expected)
     assert len(run.events("worker_lost")) == 1

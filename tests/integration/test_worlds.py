@@ -451,7 +451,7 @@ def print_stalls(left: Sequence[float], formed: Sequence[dict[str, float]]) -> N
 
     `left`: seconds until survivors were out; `formed`: those until each could sum again, after it was told to form.
     """
-    formed = [one for one in formed if one]
+    formed = [one for one in formed if "nccl" in one]
     if formed:
         out = statistics.median(left)
         host, nccl = (statistics.median(one[key] for one in formed) for key in ("host", "nccl"))

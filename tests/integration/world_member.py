@@ -72,6 +72,7 @@ class Member:
         self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
         if STAGED:
             self.world = StagedWorld(self.world, HostCopies(DEVICE) if GPU else LateCopies(), self.interrupted)
+        self.seconds = {"host": time.monotonic() - start}
         if NCCL:
             self.world = self._with_nccl(self.world, start)
         assert set(os.environ) == names, "a thread that looks one up meanwhile would end the process"
@@ -83,9 +84,10 @@ class Member:
         world = NcclWorld(host, library, FORM_S, self.interrupted)
         self.seconds = {"host": time.monotonic() - start}
         while world.forming:
-            if self.interrupted() or time.monotonic() - start > FORM_S:
+            error = world._formed.exception() if world._formed.done() else None
+            if error is not None or self.interrupted():
                 world.close()
-                raise Interrupted("the world did not form: NCCL did not")
+                raise Interrupted(f"the world did not form: NCCL did not: {error}")
             time.sleep(0.001)
         self.seconds["nccl"] = time.monotonic() - start
         # All members are told to go on only when all have answered.
@@ -95,6 +97,23 @@ class Member:
     def times(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return after how many seconds the newest world could sum in the host's memory, and by NCCL."""
         return dict(self.seconds)
+
+    def measure(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Return the seconds of each of some sums of ones, after a first one that does not count."""
+        tensor, seconds = torch.empty(order["length"], device=DEVICE), []
+        for number in range(order["count"] + 1):
+            tensor.fill_(1)
+            self._settle()
+            start = time.monotonic()
+            wait([self.world.reduce(tensor, f"measured {number}")], "a test", 60)
+            self._settle()
+            seconds.append(time.monotonic() - start)
+        assert (tensor == self.world.size).all()
+        return {"seconds": seconds[1:]}
+
+    def _settle(self) -> None:
+        if GPU:
+            torch.cuda.synchronize(DEVICE)
 
     def held(self, order: dict[str, Any]) -> dict[str, Any]:
         """Return what this process holds, once it no longer changes: descriptors, threads and memory, in bytes."""
