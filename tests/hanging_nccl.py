@@ -8,8 +8,9 @@ It forms on a thread, and hangs as NCCL does: an operation whose peer is gone ne
 
 from __future__ import annotations
 
+import tempfile
 import threading
-from datetime import timedelta
+import uuid
 from typing import Any
 
 import torch
@@ -23,40 +24,34 @@ LIMIT_S = 30.0
 
 
 class HangingNccl:
-    """Makes communicators whose id is the port of the first member's store."""
-
-    def __init__(self) -> None:
-        self._store: dist.TCPStore | None = None
+    """Makes communicators; their id is the path of a file by which they find each other."""
 
     def new_id(self) -> bytes:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store.port.to_bytes(ID_BYTES, "big")
+        return f"{tempfile.gettempdir()}/{uuid.uuid4().hex}".encode().ljust(ID_BYTES, b"\0")
 
     def begin(self, shared_id: bytes, rank: int, size: int) -> HangingCommunicator:
-        port = int.from_bytes(shared_id, "big")
-        return HangingCommunicator(self._store, port, rank, size)
+        return HangingCommunicator(shared_id.rstrip(b"\0").decode(), rank, size)
 
 
 class HangingCommunicator:
     """A member's part: `collective.nccl_world.Communicator`."""
 
-    def __init__(self, own: dist.TCPStore | None, port: int, rank: int, size: int) -> None:
-        self._store, self._port, self._rank, self._size = own, port, rank, size
+    def __init__(self, path: str, rank: int, size: int) -> None:
+        self._path, self._rank, self._size = path, rank, size
         self._group: Any = None
         self._failed = ""
         self._works: list[Any] = []
         threading.Thread(target=self._form, name="forms a stand-in for NCCL", daemon=True).start()
 
     def _form(self) -> None:
-        limit = timedelta(seconds=LIMIT_S)
         try:
-            store = self._store or dist.TCPStore("127.0.0.1", self._port, is_master=False, timeout=limit)
-            group = dist.ProcessGroupGloo(store, self._rank, self._size, gloo_options("127.0.0.1", 5.0))
+            store = dist.FileStore(self._path, self._size)
+            group = dist.ProcessGroupGloo(store, self._rank, self._size, gloo_options("127.0.0.1", LIMIT_S))
         except Exception as error:
             self._failed = str(error)
             return
         if not self._failed:
-            self._store, self._group = store, group
+            self._group = group
 
     def state(self) -> State:
         return "failed" if self._failed else "under way" if self._group is None else "ready"
@@ -89,8 +84,8 @@ class HangingCommunicator:
 
     def abort(self) -> None:
         self._failed = self._failed or "it was left"
-        last = [self._group, self._store]
-        self._group = self._store = None
+        last = [self._group]
+        self._group = None
         # The group's threads are joined when it is dropped.
         threading.Thread(target=last.clear, name="leaves a stand-in for NCCL", daemon=True).start()
 

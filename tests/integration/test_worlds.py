@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -73,8 +74,10 @@ class Member:
 @contextmanager
 def members(count: int, kind: str) -> Iterator[list[Member]]:
     with ExitStack() as stack:
-        shared = [sharing(rank) if "gpu" in kind.split() else {} for rank in range(count)]
-        group = [stack.enter_context(started(kind, environment=one)) for one in shared]
+        # A member that is killed leaves files there.
+        own = {"TMPDIR": stack.enter_context(TemporaryDirectory())}
+        environments = [own | sharing(rank) if "gpu" in kind.split() else own for rank in range(count)]
+        group = [stack.enter_context(started(kind, environment=one)) for one in environments]
         for member in group:
             assert member.hear() == {"up": True}
         yield group
