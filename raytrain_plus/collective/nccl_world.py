@@ -33,6 +33,11 @@ POLL_S = 0.001
 """Seconds between two looks at the GPU."""
 LEAVE_S = 0.1
 """Limit, in seconds, of waiting for the thread that forms NCCL, which may be inside of it."""
+ABORT_S = 0.5
+"""Limit, in seconds, of waiting for an abort.
+
+NCCL ends what is under way at once, and then frees everything, before the abort returns.
+"""
 
 State = Literal["ready", "under way", "failed"]
 
@@ -173,13 +178,17 @@ class NcclWorld:
         """Abort NCCL's part and leave the other world."""
         self._left.set()
         self._thread.join(LEAVE_S)
+        thread = threading.Thread(target=self._abort, name="leaves NCCL", daemon=True)
+        thread.start()
+        thread.join(ABORT_S)
+        self._host.close()
+
+    def _abort(self) -> None:
         try:
             if self._formed.done() and self._formed.exception() is None:
                 self._formed.result().abort()
         except Exception as error:
             log.warning("NCCL's part could not be aborted: %s", error)
-        finally:
-            self._host.close()
 
     def _started(self, tensor: torch.Tensor, name: str, start: Callable[[Communicator], None]) -> Work | None:
         """Start an operation of NCCL; return None if it is for the other world."""

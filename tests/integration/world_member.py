@@ -294,6 +294,12 @@ def main() -> None:
 
     if KIND == "horovod":
         load_horovod()
+    if GPU:
+        # Adds a variable to the environment, and takes seconds, which are no part of forming a world.
+        torch.cuda.init()
+        torch.ones(1, device=DEVICE).add_(1).item()
+    if NCCL and GPU:
+        Nccl(DEVICE)
     say({"up": True})
     with ThreadPoolExecutor(1) as pool:
         for line in sys.stdin:

@@ -344,6 +344,22 @@ def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world()
     assert sorted(closed) == [0, 1]
 
 
+def test_an_abort_that_hangs_keeps_nobody_in_the_other_world() -> None:
+    ring, device, hangs = Ring(2), Device(2), threading.Event()
+
+    def member(rank: int) -> float:
+        library = Library(device)
+        world = switched(NcclWorld(RingWorld(rank, ring), library, 5, lambda: False))
+        library.made[0].abort = lambda: hangs.wait(5)  # type: ignore[method-assign,assignment,return-value]
+        start = time.monotonic()
+        world.close()
+        return time.monotonic() - start
+
+    with ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(member, range(2))) < 1
+    hangs.set()
+
+
 def test_nccl_reports_its_state_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     reports = iter([7, 0, 6])
