@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import time
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from examples.byte_gpt import ByteGPT
+from raytrain_plus.collective.nccl_world import NcclWorld
 from tests.gpu import EACH
 from tests.integration.tasks import FaultySlices
 
@@ -18,8 +21,24 @@ if os.environ.get("NCCL_HOSTID") == EACH:
     os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"
 
 
+@cache
+def note_nccl(folder: str) -> None:
+    """Leave a file `nccl-PID` in the folder once this process sums by NCCL."""
+    use = NcclWorld.use_formed
+
+    def noted(world: NcclWorld) -> None:
+        use(world)
+        (Path(folder) / f"nccl-{os.getpid()}").touch()
+
+    NcclWorld.use_formed = noted  # type: ignore[method-assign]
+
+
 class Alike(FaultySlices):
     """The same without dropout: a GPU draws other numbers than a CPU does."""
+
+    def __init__(self, folder: str, fault: str = "", pad_s: float = 0.0) -> None:
+        super().__init__(folder, fault, pad_s=pad_s)
+        note_nccl(folder)
 
     def parts(self) -> dict[str, Any]:
         return {**super().parts(), "drop": nn.Identity}
@@ -31,6 +50,7 @@ class Bytes(ByteGPT):
     def __init__(self, folder: str, pad_s: float = 0.0) -> None:
         super().__init__(width=64, depth=4, heads=2, dropout=0.0)
         self.pad_s = pad_s
+        note_nccl(folder)
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         time.sleep(self.pad_s)

@@ -122,13 +122,27 @@ def losses_of_a_cpu(tmp_path: Path, **settings: Any) -> list[float]:
     return losses
 
 
-def sharing_workers(tmp_path: Path, name: str, collective: Any, least: int = 1, **settings: Any) -> Run:
-    """Start a run of `least` to four workers on the one GPU, slow enough to be disturbed; return it once all train."""
-    args = {"pad_s": 0.01, **settings.pop("args", {})}
+def sharing_workers(
+    tmp_path: Path, collective: Any, least: int = 1, nccl: bool = False, fault: str = "", **settings: Any
+) -> Run:
+    """Start a run of `least` to four workers on the one GPU, slow enough to be disturbed; return it once all train.
+
+    `nccl`: slow enough that NCCL forms in it, which takes seconds, in which the host sums.
+    """
+    args = {"pad_s": 0.1 if nccl else 0.01, **({"fault": fault} if fault else {})}
     workers = Workers(min=least, max=SHARING, cpus=0.25, gpus=GPUS)
-    run = Run(on_gpu(tmp_path, name, workers=workers, collective=collective, args=args, **settings))
+    run = Run(on_gpu(tmp_path, "gpu", workers=workers, collective=collective, args=args, **settings))
     run.until_size(SHARING)
     return run
+
+
+def kill_one(run: Run, tmp_path: Path, nccl: bool) -> None:
+    """Kill a worker between steps that all four make, with `nccl` once NCCL sums on each; wait for the recovery."""
+    if nccl:
+        run.until(lambda: len([*tmp_path.glob("nccl-*")]) >= SHARING, "NCCL on all workers", 120)
+    run.until_step(run.committed() + 4)
+    run.kill(run.members()[-1])
+    run.until_told("recovered", 1)
 
 
 def recovered_as_on_a_cpu(run: Run, expected: list[float]) -> None:
@@ -152,14 +166,14 @@ def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
     """Workers exchange everything through pinned memory, or sum by NCCL, and survive a loss as on CPUs."""
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"task": "gpu_tasks:Alike", "evaluate": None}
+    # Slices may have no ring of their own.
+    nccl = collective == "nccl" and parallel.tensor == 1
     if collective == "nccl" and parallel.tensor > 1:
         # Otherwise NCCL's sums could differ in a bit between the slices, and the job is refused.
         settings["reduction"] = "exact"
     expected = losses_of_a_cpu(tmp_path, **settings)
-    run = sharing_workers(tmp_path, "gpu", collective, parallel=parallel, **settings)
-    run.until_step(run.committed() + 4)
-    run.kill(run.members()[-1])
-    run.until_told("recovered", 1)
+    run = sharing_workers(tmp_path, collective, nccl=nccl, parallel=parallel, **settings)
+    kill_one(run, tmp_path, nccl)
     recovered_as_on_a_cpu(run, expected)
 
 
@@ -170,10 +184,9 @@ def test_a_byte_gpt_has_the_losses_of_a_cpu(tmp_path: Path, parallel: Parallel, 
     data = Data(path=str(tmp_path / "text"), prepare="examples.byte_gpt:prepare", batch_size=48, shards=12)
     settings: dict[str, Any] = {"task": "gpu_tasks:Bytes", "data": data, "evaluate": None}
     expected = losses_of_a_cpu(tmp_path, **settings)
-    run = sharing_workers(tmp_path, "gpu", collective, parallel=parallel, **settings)
-    run.until_step(run.committed() + 4)
-    run.kill(run.members()[-1])
-    run.until_told("recovered", 1)
+    nccl = collective == "nccl"
+    run = sharing_workers(tmp_path, collective, nccl=nccl, parallel=parallel, **settings)
+    kill_one(run, tmp_path, nccl)
     recovered_as_on_a_cpu(run, expected)
 
 
@@ -184,7 +197,7 @@ def test_a_worker_whose_gpu_finds_a_false_assertion_is_replaced(tmp_path: Path, 
     settings: dict[str, Any] = {"task": "gpu_tasks:Alike", "evaluate": None}
     expected = losses_of_a_cpu(tmp_path, **settings)
     # Another worker has the state, even if the fault comes before all four train.
-    run = sharing_workers(tmp_path, "gpu", collective, 2, args={"fault": "backward:assert:100"}, **settings)
+    run = sharing_workers(tmp_path, collective, 2, collective == "nccl", fault="backward:assert:100", **settings)
     lost = run.until_told("worker_lost")
     assert lost["cause"].startswith("its GPU failed: CUDA error: device-side assert triggered (")
     run.until_told("recovered")
