@@ -49,10 +49,14 @@ test: setup check unit  ## set up, check, and run every test but the slow ones
 test-slow: setup  ## the large counts
 	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=many --durations=15
 
+# `make test-gpu GPU_TESTS=gpu` runs the large counts, too.
+GPU_TESTS ?= gpu and not slow
+
 test-gpu:  ## the tests that need a GPU; without one they are skipped
-	$(GPU_PYTHON) -m pytest tests/unit/training/test_gpu.py -m gpu -rs -W default --durations=5
+	$(GPU_PYTHON) -m pytest tests/unit/training/test_gpu.py -m "$(GPU_TESTS)" -rs -W default --durations=5
 	@if $(GPU_PYTHON) -c 'import ray' 2>/dev/null; then \
-	  RAY_AUTH_MODE=disabled $(GPU_PYTHON) -m pytest tests/integration/test_gpu.py -m gpu -rs -W default --durations=5; \
+	  RAY_AUTH_MODE=disabled $(GPU_PYTHON) -m pytest tests/integration/test_gpu_worlds.py tests/integration/test_gpu.py \
+	    -m "$(GPU_TESTS)" -rs -s -W default --durations=5; \
 	else echo "ray is not installed: the runs on a GPU are left out"; fi
 
 bench: setup  ## steps per second beside torch DDP, a bare Horovod loop and a plain loop (20 minutes)
@@ -64,8 +68,9 @@ bench-costs: setup  ## what Ray and the controller, exact sums, ledger, checkpoi
 	RAY_AUTH_MODE=disabled $(BIN)/python -m tests.benchmarks.checkpoints
 	$(BIN)/python -m tests.benchmarks.pipeline
 
-bench-gpu:  ## a step on one GPU beside a plain loop (8 minutes); without a GPU it says so
+bench-gpu:  ## a step on one GPU beside a plain loop (8 minutes), and sums of two ranks; without a GPU it says so
 	$(GPU_PYTHON) -m tests.benchmarks.gpu
+	$(GPU_PYTHON) -m tests.benchmarks.gpu_sums
 
 bench-recovery: setup  ## what the death of a worker costs, here and with the peers (an hour)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]' --no-build-isolation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -18,6 +19,12 @@ log = logging.getLogger(__name__)
 
 LEAVE_S = 0.1
 """Limit, in seconds, of waiting for the thread, which may be inside of NCCL."""
+ABORT_S = 0.5
+"""Limit, in seconds, of waiting for aborts.
+
+NCCL ends what is under way at once, and frees everything before an abort returns. That waits for the whole GPU, so for
+other communicators of this process: all are aborted at once.
+"""
 NAME = "the ids of NCCL's members"
 
 
@@ -66,6 +73,7 @@ class Forming:
         self._limit_s = limit_s
         self._prepare = prepare
         self._left = threading.Event()
+        self._aborts: list[threading.Thread] = []
         self._formed: Future[list[Communicator]] = Future()
         self._thread = threading.Thread(target=self._form, name="forms NCCL", daemon=True)
         self._thread.start()
@@ -89,12 +97,20 @@ class Forming:
         """Return whether they are left."""
         return self._left.is_set()
 
-    def leave(self) -> None:
-        """Abort all of them, now or as soon as NCCL lets go of the thread that forms them."""
+    def begin_to_leave(self) -> None:
+        """Begin to abort all of them, now or as soon as NCCL lets go of the thread that forms them."""
         self._left.set()
+        if self.ended and not self._aborts:
+            self._aborts = _abort(self.communicators())
+
+    def leave(self) -> None:
+        """Abort all of them, and wait for that as long as it may take."""
+        self.begin_to_leave()
         self._thread.join(LEAVE_S)
-        if self.ended:
-            _abort(self.communicators())
+        self.begin_to_leave()
+        until = time.monotonic() + ABORT_S
+        for abort in self._aborts:
+            abort.join(max(0.0, until - time.monotonic()))
 
     def _form(self) -> None:
         made: list[Communicator] = []
@@ -111,12 +127,19 @@ class Forming:
             return
         self._formed.set_result(made)
         if self.left():
-            _abort(made)
+            self.begin_to_leave()
 
 
-def _abort(communicators: Sequence[Communicator]) -> None:
-    for one in communicators:
-        try:
-            one.abort()
-        except Exception as error:
-            log.warning("NCCL's part could not be aborted: %s", error)
+def _abort(communicators: Sequence[Communicator]) -> list[threading.Thread]:
+    """Begin to abort these, each on a thread."""
+    threads = [threading.Thread(target=_aborted, args=(one,), name="leaves NCCL", daemon=True) for one in communicators]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _aborted(one: Communicator) -> None:
+    try:
+        one.abort()
+    except Exception as error:
+        log.warning("NCCL's part could not be aborted: %s", error)

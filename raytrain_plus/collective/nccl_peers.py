@@ -105,6 +105,10 @@ class NcclPeers:
         received: Transfer = self._host.receive(tensor, source, tag) if link is None else link.receive(tensor, tag)
         return received
 
+    def begin_to_leave(self) -> None:
+        """See `World`."""
+        self._forming.begin_to_leave()
+
     def close(self) -> None:
         """Abort the links and leave the world of the host."""
         self._forming.leave()
@@ -126,6 +130,9 @@ class _Waits:
         """Start an operation; return where it ends."""
         try:
             start()
+        except torch.AcceleratorError:
+            # The GPU has failed, not the others.
+            raise
         except Exception as error:
             raise Interrupted(f"cannot start {what}: {error}") from error
         settle(communicator, f"NCCL to start {what}", self.limit_s, self.interrupted)

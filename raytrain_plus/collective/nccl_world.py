@@ -72,6 +72,10 @@ class NcclWorld:
             tensor, name, lambda one: one.reduce_scatter(tensor.view(-1), into.view(-1))
         ) or self._host.reduce_scatter(tensor, into, name)
 
+    def begin_to_leave(self) -> None:
+        """See `World`."""
+        self._forming.begin_to_leave()
+
     def close(self) -> None:
         """Abort NCCL's part and leave the other world."""
         self._forming.leave()
@@ -84,6 +88,9 @@ class NcclWorld:
             return None
         try:
             start(communicator)
+        except torch.AcceleratorError:
+            # The GPU has failed, not the others.
+            raise
         except Exception as error:
             raise Interrupted(f"cannot start the collective of {name}: {error}") from error
         settle(communicator, f"NCCL to start the collective of {name}", self._limit_s, self._interrupted)

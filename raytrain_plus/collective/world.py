@@ -44,6 +44,9 @@ class Ways(Protocol):
     def use_formed(self) -> None:
         """Use the other way from now on, if there is one; it is ready on all members."""
 
+    def begin_to_leave(self) -> None:
+        """Begin to end what a GPU does here, whatever others do. It is then left by `close`, and not used before."""
+
     @property
     def why_never(self) -> str:
         """Why the other way will never be ready here; empty if it will, or is."""
@@ -85,6 +88,9 @@ class OneWay:
 
     def use_formed(self) -> None:
         """Do nothing: there is no other way."""
+
+    def begin_to_leave(self) -> None:
+        """Do nothing: the GPU does nothing here."""
 
 
 class Transfer(Protocol):

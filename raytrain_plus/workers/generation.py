@@ -206,6 +206,9 @@ class Generation:
         if assignment.replica is not None:
             replica = self._form_replica(assignment.replica)
             stack.callback(self._leave, replica)
+            # Before the first of them is left: to free a part of NCCL waits for the whole GPU.
+            stack.callback(world.begin_to_leave)
+            stack.callback(replica.begin_to_leave)
         self._steps = self._steps_of(state, replica)
         return world, replica, time.monotonic() - start
 

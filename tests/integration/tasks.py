@@ -165,8 +165,8 @@ class Faulty(Net):
 
     A `fault` is "where:what:after": after that many calls of a place (loss, backward, apply, applied, snapshot, adopt,
     evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do this (kill, stop, raise,
-    device, memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when there is
-    a file "late" is a newcomer.
+    device, assert, memory, loop, hold, rename, sleep). Every process that computes leaves a file; one that starts when
+    there is a file "late" is a newcomer.
     """
 
     def __init__(
@@ -255,6 +255,9 @@ class Faulty(Net):
             raise ValueError(f"a fault in {place}")
         elif what == "device":
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nCompile with ...")
+        elif what == "assert":
+            # The GPU finds it later, and from then on computes nothing for this process.
+            torch._assert_async(torch.zeros((), device="cuda"))
         elif what == "memory":
             raise MemoryError("cannot allocate 64 GiB")
         elif what == "rename":

@@ -1,10 +1,9 @@
-"""Real runs of one worker with a GPU: it is killed and resumes from its checkpoint; its model is exported."""
+"""Real runs with a GPU: of one worker, which resumes and exports its model, and of several that share it, and die."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Parallel, Profile, Workers, load
 from raytrain_plus.data.audit import audit
 from raytrain_plus.observe.step_profile import PHASES
-from tests.gpu import DEVICE, NEEDS_GPU
+from tests.gpu import DEVICE, NEEDS_GPU, needs, sharing
 from tests.integration.elastic import Run, ended, job
 from tests.integration.tasks import Net, write_data
 
@@ -31,9 +30,8 @@ def one_gpu() -> Iterator[None]:
     # Otherwise Ray would show each of them a GPU of its own.
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
-    # From NCCL 2.30 on.
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    for name, value in sharing(None).items():
+        monkeypatch.setenv(name, value)
     ray.init(
         address="local",
         num_cpus=2,
@@ -113,31 +111,94 @@ def test_profiled_steps_add_up(tmp_path: Path) -> None:
     assert row["device"] == torch.cuda.get_device_name(DEVICE)
 
 
-@pytest.mark.parametrize(
-    "parallel", [Parallel(), Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)], ids=["replicas", "stages", "slices"]
-)
-@pytest.mark.parametrize(
-    "collective",
-    [
-        "horovod",
-        "torch",
-        pytest.param("nccl", marks=pytest.mark.skipif(find_spec("nccl") is None, reason="nccl4py is not installed")),
-    ],
-)
-def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
-    tmp_path: Path, parallel: Parallel, collective: Any
-) -> None:
-    """Workers exchange everything through pinned memory, and survive a loss as on CPUs."""
-    write_data(tmp_path / "data", rows=517)
-    settings: dict[str, Any] = {"task": "tasks:FaultySlices", "parallel": parallel, "evaluate": None}
-    _, expected, _ = ended(Run(on_gpu(tmp_path, "cpu", workers=Workers(min=1, max=1), **settings)))
-    workers = Workers(min=1, max=SHARING, cpus=0.25, gpus=GPUS)
-    slow = {"args": {"pad_s": 0.01}, "workers": workers, "collective": collective}
-    run = Run(on_gpu(tmp_path, "gpu", **slow, **settings))
-    run.until_size(4)
+HOROVOD = pytest.param("horovod", marks=needs("horovod", "Horovod"))
+NCCL = pytest.param("nccl", marks=needs("nccl", "nccl4py"))
+
+
+def losses_of_a_cpu(tmp_path: Path, **settings: Any) -> list[float]:
+    """Return the losses of a run of one worker without a GPU, whose model is whole."""
+    # One worker is too few for stages.
+    _, losses, _ = ended(Run(on_gpu(tmp_path, "cpu", workers=Workers(min=1, max=1), parallel=Parallel(), **settings)))
+    return losses
+
+
+def sharing_workers(
+    tmp_path: Path, collective: Any, least: int = 1, nccl: bool = False, fault: str = "", **settings: Any
+) -> Run:
+    """Start a run of `least` to four workers on the one GPU, slow enough to be disturbed; return it once all train.
+
+    `nccl`: slow enough that NCCL forms in it, which takes seconds, in which the host sums.
+    """
+    args = {"pad_s": 0.1 if nccl else 0.01, **({"fault": fault} if fault else {})}
+    workers = Workers(min=least, max=SHARING, cpus=0.25, gpus=GPUS)
+    run = Run(on_gpu(tmp_path, "gpu", workers=workers, collective=collective, args=args, **settings))
+    run.until_size(SHARING)
+    return run
+
+
+def kill_one(run: Run, tmp_path: Path, nccl: bool) -> None:
+    """Kill a worker between steps that all four make, with `nccl` once NCCL sums on each; wait for the recovery."""
+    if nccl:
+        run.until(lambda: len([*tmp_path.glob("nccl-*")]) >= SHARING, "NCCL on all workers", 120)
     run.until_step(run.committed() + 4)
     run.kill(run.members()[-1])
     run.until_told("recovered", 1)
+
+
+def recovered_as_on_a_cpu(run: Run, expected: list[float]) -> None:
+    """Check that a run lost no step in its recoveries, and its losses; print how long they took."""
     _, losses, _ = ended(run)
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert all(one["steps_lost"] == 0 for one in run.events("recovered"))
+    recovered = run.events("recovered")
+    assert recovered
+    assert all(one["steps_lost"] == 0 for one in recovered)
+    stalls = ", ".join(f"{one['stall_s']:.2f} s" for one in recovered)
+    print(f"{run.job.collective}: recovered after {stalls}; with nccl, the host sums until NCCL has formed")
+
+
+@pytest.mark.parametrize(
+    "parallel", [Parallel(), Parallel(pipeline=2), Parallel(pipeline=2, tensor=2)], ids=["replicas", "stages", "slices"]
+)
+@pytest.mark.parametrize("collective", [HOROVOD, "torch", NCCL])
+def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
+    tmp_path: Path, parallel: Parallel, collective: Any
+) -> None:
+    """Workers exchange everything through pinned memory, or by NCCL, and survive a loss as on CPUs."""
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"task": "gpu_tasks:Alike", "evaluate": None}
+    nccl = collective == "nccl"
+    if nccl and parallel.tensor > 1:
+        # Otherwise NCCL's sums could differ in a bit between the slices, and the job is refused.
+        settings["reduction"] = "exact"
+    expected = losses_of_a_cpu(tmp_path, **settings)
+    run = sharing_workers(tmp_path, collective, nccl=nccl, parallel=parallel, **settings)
+    kill_one(run, tmp_path, nccl)
+    recovered_as_on_a_cpu(run, expected)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(pipeline=2)], ids=["replicas", "stages"])
+@pytest.mark.parametrize("collective", ["torch", NCCL])
+def test_a_byte_gpt_has_the_losses_of_a_cpu(tmp_path: Path, parallel: Parallel, collective: Any) -> None:
+    """Four replicas, or two of two stages, lose a worker, and another one takes its place."""
+    data = Data(path=str(tmp_path / "text"), prepare="examples.byte_gpt:prepare", batch_size=48, shards=12)
+    settings: dict[str, Any] = {"task": "gpu_tasks:Bytes", "data": data, "evaluate": None}
+    expected = losses_of_a_cpu(tmp_path, **settings)
+    nccl = collective == "nccl"
+    run = sharing_workers(tmp_path, collective, nccl=nccl, parallel=parallel, **settings)
+    kill_one(run, tmp_path, nccl)
+    recovered_as_on_a_cpu(run, expected)
+
+
+@pytest.mark.parametrize("collective", ["torch", NCCL])
+def test_a_worker_whose_gpu_finds_a_false_assertion_is_replaced(tmp_path: Path, collective: Any) -> None:
+    """The error is the process's alone: the other workers use the same GPU on."""
+    write_data(tmp_path / "data", rows=517)
+    settings: dict[str, Any] = {"task": "gpu_tasks:Alike", "evaluate": None}
+    expected = losses_of_a_cpu(tmp_path, **settings)
+    # Another worker has the state, even if the fault comes before all four train.
+    run = sharing_workers(tmp_path, collective, 2, collective == "nccl", fault="backward:assert:100", **settings)
+    lost = run.until_told("worker_lost")
+    assert lost["cause"].startswith("its GPU failed: CUDA error: device-side assert triggered (")
+    run.until_told("recovered")
+    recovered_as_on_a_cpu(run, expected)
+    assert len(run.events("worker_lost")) == 1

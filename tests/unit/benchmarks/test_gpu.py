@@ -25,6 +25,15 @@ def test_a_small_model_on_a_cpu_gives_a_row_for_each_contestant(
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def test_all_are_the_usual_ones_and_every_combination() -> None:
+    assert gpu.ALL[: len(gpu.CONTESTANTS)] == gpu.CONTESTANTS
+    own = [one for one in gpu.ALL if not one.plain]
+    assert {(one.shards, one.exact, one.clip) for one in own} == {
+        (shards, exact, clip) for shards in (1, 4, 12) for exact in (False, True) for clip in (False, True)
+    }
+    assert len(own) == len(set(own)) == 12
+
+
 def test_a_contestant_that_fails_is_named_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,6 +203,20 @@ def test_an_operation_that_cannot_start_interrupts() -> None:
     assert together(2, each) == ["told"] * 2
 
 
+def test_a_gpu_that_has_failed_is_no_interrupt() -> None:
+    def each(world: NcclWorld) -> str:
+        def fails(*_: Any) -> None:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        assert world._uses is not None
+        world._uses.reduce = fails  # type: ignore[method-assign]
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            world.reduce(torch.ones(1), "gradients")
+        return "told"
+
+    assert together(2, each) == ["told"] * 2
+
+
 def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world() -> None:
     ring, device, closed = Ring(2), Device(2), []
 
@@ -221,6 +235,22 @@ def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(member, range(2)))
     assert sorted(closed) == [0, 1]
+
+
+def test_an_abort_that_hangs_keeps_nobody_in_the_other_world() -> None:
+    ring, device, hangs = Ring(2), Device(2), threading.Event()
+
+    def member(rank: int) -> float:
+        library = Library(device)
+        world = switched(NcclWorld(RingWorld(rank, ring), library, 5, lambda: False))
+        library.made[0].abort = lambda: hangs.wait(5)  # type: ignore[method-assign,assignment,return-value]
+        start = time.monotonic()
+        world.close()
+        return time.monotonic() - start
+
+    with ThreadPoolExecutor(2) as pool:
+        assert max(pool.map(member, range(2))) < 1
+    hangs.set()
 
 
 def test_nccl_reports_its_state_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

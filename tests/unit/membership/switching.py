@@ -91,13 +91,17 @@ class Waits(BaseException):
 class Thread:
     """The thread that forms NCCL: it runs when the history says how that ended, or the world is left."""
 
-    def __init__(self, target: Any, name: str, daemon: bool) -> None:
-        self._target = target
+    def __init__(self, target: Any, name: str, daemon: bool, args: Any = ()) -> None:
+        self._target, self._args = target, args
         self.ran = False
 
     def start(self) -> None:
-        # The member is the library of what forms.
-        self._target.__self__._library.thread = self
+        if self._args:
+            # It aborts.
+            self._target(*self._args)
+        else:
+            # The member is the library of what forms.
+            self._target.__self__._library.thread = self
 
     def run(self) -> None:
         assert not self.ran
