@@ -18,8 +18,12 @@ from raytrain_plus import Data, Job, Workers, start
 
 PICTURE = Path(__file__).with_name("lost_worker.svg")
 TITLE = "A byte-level GPT on three workers"
-BEFORE, AFTER = 40, 30
-"""Steps before the kill, and after the replacement has joined."""
+STANDBY_S = 25.0
+"""Seconds of training before the kill, in which a process gets ready to replace a lost worker."""
+SHOWN_S = 6.0
+"""Those of them that are drawn."""
+AFTER = 60
+"""Steps after the replacement has joined."""
 LIMIT_S = 100.0
 """Maximum seconds to wait for each stage."""
 
@@ -35,7 +39,7 @@ def main() -> None:
 
 
 def events_of_a_loss(folder: Path) -> list[Event]:
-    """Return the events of a run in `folder`, one worker of which was killed and replaced."""
+    """Return the events of a run in `folder`, one worker of which was killed and replaced, without its first steps."""
     job = Job(
         name="lost_worker",
         task="examples.byte_gpt:ByteGPT",
@@ -47,7 +51,9 @@ def events_of_a_loss(folder: Path) -> list[Event]:
     )
     handle = start(job)
     try:
-        _until(lambda: len(handle.events("step_committed")) > BEFORE)
+        _until(lambda: handle.events("step_committed"))
+        time.sleep(STANDBY_S)
+        killed_at = time.time()
         victim = handle.events("view_formed")[-1]["members"][1]
         os.kill(victim["pid"], signal.SIGKILL)
         _until(lambda: handle.events("worker_joined"))
@@ -56,7 +62,9 @@ def events_of_a_loss(folder: Path) -> list[Event]:
     finally:
         handle.stop()
         handle.result(timeout_s=LIMIT_S)
-    return handle.events()
+    return [
+        event for event in handle.events() if event["kind"] != "step_committed" or event["time"] > killed_at - SHOWN_S
+    ]
 
 
 def _until(holds: Callable[[], object]) -> None:

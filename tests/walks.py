@@ -204,7 +204,8 @@ WALKS = {
                 instead={"spare,sharded_spare": "spare,sharded_spare --kills 1"},
             ),
             Step("python -m tests.benchmarks.sharded", r"ZeroRedundancyOptimizer \| \d+"),
-            Step("python -m tests.benchmarks.pipeline", r"zero-bubble"),
+            Step("python -m tests.benchmarks.pipeline --rounds 1", r"zero-bubble"),
+            Step("python -m tests.benchmarks.phases", r"raytrain_plus, torch"),
             Step("python -m tests.benchmarks.overlap", r"of the reduction is hidden"),
             Step(
                 "python -m tests.benchmarks.overlap --schedule pipedream --width 1536 --pad 0.03 --steps 20",

@@ -10,6 +10,7 @@ error, and whether the member is to leave; a GPU that works with members that ar
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -46,7 +47,7 @@ class Communicator(Protocol):
         """Return what NCCL says of it: whether it can be used, is occupied, or has failed."""
 
     def why(self) -> str:
-        """Return NCCL's last error, in words."""
+        """Return NCCL's last error, in words. Raises the GPU's own error if that has failed."""
 
     def reduce(self, tensor: torch.Tensor, operation: Operation) -> None:
         """Start to replace a tensor by its sum or maximum, after what is computed now."""
@@ -89,6 +90,14 @@ class Library(Protocol):
         """Begin to make a member's communicator, without waiting for the others."""
 
 
+def set_up_nccl() -> None:
+    """Set, unless the user has, what CUDA and NCCL read when they start in this process."""
+    # Streams that share a queue of the GPU wait for each other; there are 8 otherwise.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # A sum must not wait until all members come to it for the first time.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
+
+
 def settle(communicator: Communicator, what: str, limit_s: float, left: Callable[[], bool]) -> None:
     """Wait until NCCL can be used. Raises `Interrupted` if it fails, after `limit_s`, or if this member leaves."""
     start = time.monotonic()
@@ -116,6 +125,15 @@ def reached(communicator: Communicator, event: Event, what: str, within_s: float
             return False
         pause(start)
     return True
+
+
+def refused(communicator: Communicator, what: str, error: Exception) -> Exception:
+    """Return what to raise if NCCL has refused `what`: an interrupt, unless the GPU or our own code is at fault."""
+    if isinstance(error, (torch.AcceleratorError, TypeError, AttributeError, AssertionError)):
+        return error
+    # NCCL says of a GPU that has failed only that CUDA has raised an error, which this raises again.
+    communicator.why()
+    return Interrupted(f"cannot {what.removeprefix('to ')}: {error}")
 
 
 def state_of(communicator: Communicator) -> State:
@@ -172,7 +190,8 @@ class _OnGpu:
         self._communicator = communicator
         self._other = 1 - rank
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # Streams of the usual priority are handed out in turns, so that it could be the stream of some copies, too.
+        self._stream = torch.cuda.Stream(device, priority=-1)
         self._aborted = False
 
     def state(self) -> State:
@@ -183,6 +202,7 @@ class _OnGpu:
         return "ready" if found == SUCCESS else "under way" if found == IN_PROGRESS else "failed"
 
     def why(self) -> str:
+        torch.cuda.current_stream(self._device).query()
         return "it was left" if self._aborted else str(self._communicator.get_last_error())
 
     def reduce(self, tensor: torch.Tensor, operation: Operation) -> None:

@@ -17,13 +17,11 @@ from raytrain_plus.errors import Interrupted, RaytrainError
 
 log = logging.getLogger(__name__)
 
-LEAVE_S = 0.1
-"""Limit, in seconds, of waiting for the thread, which may be inside of NCCL."""
-ABORT_S = 0.5
-"""Limit, in seconds, of waiting for aborts.
+LEAVE_S = 0.05
+"""Limit, in seconds, of waiting for the aborts, or for the thread, which may be inside of NCCL.
 
-NCCL ends what is under way at once, and frees everything before an abort returns. That waits for the whole GPU, so for
-other communicators of this process: all are aborted at once.
+An abort ends at once what is under way, which is all that others wait for. Then it frees everything before it returns.
+That waits for the whole GPU, so for other communicators of this process: all are aborted at once.
 """
 NAME = "the ids of NCCL's members"
 
@@ -34,6 +32,15 @@ class Wanted(NamedTuple):
     shared_id: bytes
     rank: int
     size: int
+
+
+def new_id(library: Library) -> bytes:
+    """Return an id for the members of a communicator; an empty one, with which none forms, if NCCL gives none."""
+    try:
+        return library.new_id()
+    except Exception as error:
+        log.warning("NCCL gives no id: %s", error)
+        return b""
 
 
 def shared_ids(host: World, own: Sequence[bytes], limit_s: float, interrupted: Callable[[], bool]) -> list[list[bytes]]:
@@ -73,6 +80,7 @@ class Forming:
         self._limit_s = limit_s
         self._prepare = prepare
         self._left = threading.Event()
+        self._lock = threading.Lock()
         self._aborts: list[threading.Thread] = []
         self._formed: Future[list[Communicator]] = Future()
         self._thread = threading.Thread(target=self._form, name="forms NCCL", daemon=True)
@@ -100,42 +108,46 @@ class Forming:
     def begin_to_leave(self) -> None:
         """Begin to abort all of them, now or as soon as NCCL lets go of the thread that forms them."""
         self._left.set()
-        if self.ended and not self._aborts:
-            self._aborts = _abort(self.communicators())
+        if self.ended:
+            self._abort(self.communicators())
 
     def leave(self) -> None:
-        """Abort all of them, and wait for that as long as it may take."""
+        """Abort all of them, and wait a moment for that."""
         self.begin_to_leave()
-        self._thread.join(LEAVE_S)
+        until = time.monotonic() + LEAVE_S
+        for one in (self._thread, *self._aborts):
+            one.join(max(0.0, until - time.monotonic()))
         self.begin_to_leave()
-        until = time.monotonic() + ABORT_S
-        for abort in self._aborts:
-            abort.join(max(0.0, until - time.monotonic()))
+
+    def _abort(self, communicators: Sequence[Communicator]) -> None:
+        """Begin to abort these, each on a thread, unless that has begun."""
+        with self._lock:
+            if not self._aborts:
+                self._aborts = [
+                    threading.Thread(target=_aborted, args=(one,), name="leaves NCCL", daemon=True)
+                    for one in communicators
+                ]
+                for thread in self._aborts:
+                    thread.start()
 
     def _form(self) -> None:
         made: list[Communicator] = []
         try:
             # All begin before any is waited for. If one does not, those that have begun are aborted.
             for one in self._wanted:
+                if not any(one.shared_id):
+                    raise RuntimeError("a worker could not give NCCL's members an id")
                 made.append(self._library.begin(*one))
             for communicator in made:
                 settle(communicator, "NCCL to form", self._limit_s, self.left)
             self._prepare(made, self.left)
         except Exception as error:
-            _abort(made)
+            self._abort(made)
             self._formed.set_exception(error)
             return
         self._formed.set_result(made)
         if self.left():
             self.begin_to_leave()
-
-
-def _abort(communicators: Sequence[Communicator]) -> list[threading.Thread]:
-    """Begin to abort these, each on a thread."""
-    threads = [threading.Thread(target=_aborted, args=(one,), name="leaves NCCL", daemon=True) for one in communicators]
-    for thread in threads:
-        thread.start()
-    return threads
 
 
 def _aborted(one: Communicator) -> None:

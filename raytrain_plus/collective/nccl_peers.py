@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle
-from raytrain_plus.collective.nccl_forming import Forming, Wanted, shared_ids
+from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, refused, settle
+from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
 from raytrain_plus.collective.world import LOOK_S, Transfer
 from raytrain_plus.errors import Interrupted
 
@@ -53,9 +53,11 @@ class NcclPeers:
         self._own = [one for one in sorted(set(directions)) if self.rank in one]
         to = {receiver for sender, receiver in self._own if sender == self.rank}
         ids = shared_ids(
-            host, [library.new_id() if rank in to else b"" for rank in range(self.size)], limit_s, interrupted
+            host, [new_id(library) if rank in to else b"" for rank in range(self.size)], limit_s, interrupted
         )
         wanted = [Wanted(ids[sender][receiver], int(receiver == self.rank), 2) for sender, receiver in self._own]
+        self._bytes: list[torch.Tensor] = []
+        """What has gone over each link first."""
         self._forming = Forming(library, wanted, limit_s, self._connect)
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
@@ -65,6 +67,8 @@ class NcclPeers:
         """Send a byte over each link: NCCL connects two members at their first transfer, and waits for both."""
         for (sender, _), one in zip(self._own, formed, strict=True):
             byte = one.room(1)
+            # Its memory may not be used for anything else before NCCL has, which begins once the other one is there.
+            self._bytes.append(byte)
             if sender == self.rank:
                 one.send(byte)
             else:
@@ -76,6 +80,11 @@ class NcclPeers:
     def forming(self) -> bool:
         """See `World`."""
         return not self._used and not self._forming.ended
+
+    @property
+    def switched(self) -> bool:
+        """See `World`."""
+        return self._used and bool(self._own)
 
     @property
     def why_never(self) -> str:
@@ -130,11 +139,8 @@ class _Waits:
         """Start an operation; return where it ends."""
         try:
             start()
-        except torch.AcceleratorError:
-            # The GPU has failed, not the others.
-            raise
         except Exception as error:
-            raise Interrupted(f"cannot start {what}: {error}") from error
+            raise refused(communicator, f"to start {what}", error) from error
         settle(communicator, f"NCCL to start {what}", self.limit_s, self.interrupted)
         return communicator.mark()
 

@@ -6,14 +6,16 @@ world of the host sums for the GPUs, too: it forms in a fraction of a second.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle
-from raytrain_plus.collective.nccl_forming import Forming, Wanted, shared_ids
+from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, refused, settle
+from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
 from raytrain_plus.collective.world import LOOK_S, Operation, Work, World
-from raytrain_plus.errors import Interrupted
+
+FIRST_SUM = 1 << 20
+"""Elements of the larger one of the first sums."""
 
 
 class NcclWorld:
@@ -29,15 +31,39 @@ class NcclWorld:
         self._host = host
         self._limit_s = limit_s
         self._interrupted = interrupted
-        own = library.new_id() if self.rank == 0 else b""
+        own = new_id(library) if self.rank == 0 else b""
         ids = shared_ids(host, [own], limit_s, interrupted)
-        self._forming = Forming(library, [Wanted(ids[0][0], self.rank, self.size)], limit_s)
+        self._forming = Forming(library, [Wanted(ids[0][0], self.rank, self.size)], limit_s, self._connect)
         self._uses: Communicator | None = None
+
+    def _connect(self, formed: Sequence[Communicator], left: Callable[[], bool]) -> None:
+        """Use each operation once: NCCL connects members and takes memory at the first use, and waits for all of them.
+
+        Sums of few numbers and of many go different ways.
+        """
+        [one] = formed
+        size = self.size
+        for length in (size, FIRST_SUM):
+            numbers, share = (one.room(4 * count).view(torch.float32).zero_() for count in (length, length // size))
+            whole = share.new_zeros(len(share) * size)
+            for start in (
+                lambda numbers=numbers: one.reduce(numbers, "sum"),
+                lambda share=share, whole=whole: one.gather(as_bytes(share), as_bytes(whole)),
+                lambda whole=whole: one.exchange(as_bytes(whole), as_bytes(torch.empty_like(whole))),
+                lambda share=share, whole=whole: one.reduce_scatter(whole, share),
+            ):
+                start()
+                settle(one, "NCCL to connect the workers", self._limit_s, left)
 
     @property
     def forming(self) -> bool:
         """See `World`. A member on which NCCL does not form is never ready, so none uses it."""
         return self._uses is None and not self._forming.ended
+
+    @property
+    def switched(self) -> bool:
+        """See `World`."""
+        return self._uses is not None
 
     @property
     def why_never(self) -> str:
@@ -88,11 +114,8 @@ class NcclWorld:
             return None
         try:
             start(communicator)
-        except torch.AcceleratorError:
-            # The GPU has failed, not the others.
-            raise
         except Exception as error:
-            raise Interrupted(f"cannot start the collective of {name}: {error}") from error
+            raise refused(communicator, f"to start the collective of {name}", error) from error
         settle(communicator, f"NCCL to start the collective of {name}", self._limit_s, self._interrupted)
         return _NcclWork(communicator, communicator.mark(), name)
 

@@ -1,8 +1,8 @@
 """A world: a set of workers that can sum tensors together, for one generation. Never patched, never reused.
 
-Implementations: `solo` (one worker), `horovod_world` (its ring), `torch_world` (torch.distributed with Gloo). All pass
-one contract test. Operations are asynchronous, in place, and matched by name, so every member must submit the same
-names.
+Implementations: `solo` (one worker), `horovod_world` (its ring), `torch_world` (torch.distributed with Gloo); for the
+tensors of GPUs `staged` and `nccl_world`, beside one of these. All pass one contract test. Operations are asynchronous
+and in place. Some match them by name and some by order, so every member must submit the same names in the same order.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class Ways(Protocol):
         """Begin to end what a GPU does here, whatever others do. It is then left by `close`, and not used before."""
 
     @property
+    def switched(self) -> bool:
+        """Whether the other way is used."""
+
+    @property
     def why_never(self) -> str:
         """Why the other way will never be ready here; empty if it will, or is."""
 
@@ -83,7 +87,7 @@ class World(Ways, Protocol):
 class OneWay:
     """`Ways` of which there is one."""
 
-    forming = False
+    forming = switched = False
     why_never = ""
 
     def use_formed(self) -> None:

@@ -105,7 +105,9 @@ class Batches:
         self._make_stream = make_stream
         self._stream: Any = None
         self._ready: queue.SimpleQueue[dict[int, list[Microbatch]] | BaseException] = queue.SimpleQueue()
-        self._room = threading.Semaphore(PREFETCH_STEPS)
+        self._changed = threading.Condition()
+        self._prepared = 0
+        """The steps whose batches are ready, and those that were taken since the thread was last told."""
         self._taken = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
@@ -131,7 +133,8 @@ class Batches:
         # A changing group must continue at once, so this does not wait for the thread; the next `Batches` does.
         self._closing.set()
         # The thread may be waiting for room.
-        self._room.release()
+        with self._changed:
+            self._changed.notify()
         self._close_stream()
 
     def get(self, step: int, timeout_s: float, check: Callable[[], None] = lambda: None) -> StepBatches:
@@ -179,9 +182,18 @@ class Batches:
 
         Call it when the training thread has nothing to compute: the two threads compete for the interpreter's lock.
         """
-        while self._taken:
-            self._taken -= 1
-            self._room.release()
+        if not self._taken:
+            return
+        with self._changed:
+            self._prepared -= self._taken
+            self._taken = 0
+            if self._has_room:
+                self._changed.notify()
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether more is to be prepared. What comes at once may go beyond that, so the thread wakes less often."""
+        return self._prepared < PREFETCH_STEPS
 
     def _run(self) -> None:
         try:
@@ -212,7 +224,7 @@ class Batches:
                         return
                     for one, microbatches in self._made(shard, source, steps).items():
                         made[one][shard] = microbatches if self._pin is None else _pinned(microbatches, self._pin)
-                if not all(self._offer(made[one]) for one in steps):
+                if not self._offer(*(made[one] for one in steps)):
                     return
                 step = steps.stop
                 if step >= self._first_step + PREFETCH_STEPS:
@@ -246,11 +258,15 @@ class Batches:
         each = self._sample_order.per_shard * source.row_bytes
         return max(1, min(AT_ONCE, int(AT_ONCE_BYTES / each) if each else AT_ONCE))
 
-    def _offer(self, made: dict[int, list[Microbatch]] | BaseException) -> bool:
-        self._room.acquire()
+    def _offer(self, *made: dict[int, list[Microbatch]] | BaseException) -> bool:
+        """Hand over the batches of some steps once there is room; return False if this is closed before."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_room or self._closing.is_set())
+            self._prepared += len(made)
         if self._closing.is_set():
             return False
-        self._ready.put(made)
+        for one in made:
+            self._ready.put(one)
         return True
 
     def _close_stream(self) -> None:

@@ -589,10 +589,23 @@ def _out(group: Group, event: e.Left) -> Group:
     if event.final:
         return replace(group, failure=group.failure or event.fault)
     after = group.committed if event.holds is None else event.holds
-    if event.exhausted and _recurs(group, after, event.fault) and not _recurs(group, after, _AGAIN + event.fault):
-        # Its memory may be in pieces, or another process may have taken it. A third time ends the run.
+    if event.exhausted and _is_alone(group, after, event.fault):
         return _fault(with_worker(group, event.worker, leaving=True), after, _AGAIN + event.fault)
     return _fault(group, after, event.fault)
+
+
+def _is_alone(group: Group, held: int, fault: str) -> bool:
+    """Return whether memory has run out a second time in that step, on one member alone that others can do without.
+
+    Its process's memory may be in pieces, or another process may have taken it. If it runs out again on another member,
+    or a third time, the step needs too much. The others must not need more than before, or wait for the place that it
+    keeps until they have its state.
+    """
+    limits, staying = group.limits, sum(not worker.leaving for worker in group.workers.values()) - 1
+    smaller = shape_for(group, staying) if staying >= limits.sizes.fewest else None
+    alike = smaller is not None and smaller.layout == group.shape.layout and not limits.rows
+    others = any((at, what) == (held + 1, _AGAIN + fault) for at, what, _ in group.faults)
+    return alike and _recurs(group, held, fault) and not others
 
 
 def _fault(group: Group, held: int, fault: str) -> Group:

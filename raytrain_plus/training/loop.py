@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import torch
+
 from raytrain_plus.collective.world import Ways, World
 from raytrain_plus.data.ledger import SKIPPED
 from raytrain_plus.data.microbatches import StepBatches
@@ -28,6 +30,9 @@ from raytrain_plus.training.switch import Switch
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 
+Ended = Literal["paused", "finished"]
+LEFT = "left"
+"""The name of the last sum of a generation that has used NCCL."""
 DRAWN = 3
 """Offset, in a generation, of the step whose passes are drawn if the model has stages; the first steps warm up."""
 
@@ -149,7 +154,7 @@ def train(
     peers: Ways | None = None,
     profiling: Profiling = not_profiled,
     incomplete: bool = False,
-) -> Literal["paused", "finished"]:
+) -> Ended:
     """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
@@ -226,7 +231,7 @@ class _Training:
     tell: Callable[[StepRecord | Evaluated], None]
     profiling: Profiling
 
-    def run(self, first_step: int) -> Literal["paused", "finished"]:
+    def run(self, first_step: int) -> Ended:
         """Do what is due before `first_step`, and make the steps from it on."""
         steps, context, control, stopping = self.steps, self.context, self.context.control, self.stopping
         self.copy(first_step - 1, self.copying.ready())
@@ -258,9 +263,16 @@ class _Training:
                 # The final state is saved when the run ends.
                 self.save(step, metrics, flags, must=stopping.keeps(step))
                 if flags.pause:
-                    return "paused"
+                    return self.left("paused")
             step += 1
-        return "finished"
+        return self.left("finished")
+
+    def left(self, why: Ended) -> Ended:
+        """Return why the training ends, once nobody needs this member's part of the last sums any more."""
+        if self.switch.used:
+            # Of NCCL, a member has what it sums before the others may have it, and aborts what they wait for.
+            self.context.reduce(torch.zeros(1, dtype=torch.int64), LEFT, "the others to have their sums")
+        return why
 
     def copy(self, step: int, able: bool) -> None:
         """Copy the state after `step` if a copy is due and all members are `able` to make one."""

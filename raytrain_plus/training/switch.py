@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from raytrain_plus.collective.world import Ways
@@ -28,8 +29,16 @@ class Switch:
         """Whether there is anything to switch to that this member has not seen all use."""
         self._formed_s = 0.0
         self._from = 0
-        self._before: list[float] = []
+        self._bridged = 0
+        """The steps before the switch."""
+        self._before: deque[float] = deque(maxlen=5 * COMPARED)
+        """The seconds of the last ones of them, and of those after the switch."""
         self._after: list[float] = []
+
+    @property
+    def used(self) -> bool:
+        """Whether all have switched to anything."""
+        return any(one.switched for one in self._ways)
 
     @property
     def forming(self) -> bool:
@@ -48,6 +57,7 @@ class Switch:
             self._pending = False
             return (never(why),)
         if not self._from:
+            self._bridged += 1
             self._before.append(seconds)
             if not flags.forming:
                 self._formed_s, self._from = self._clock() - self._begun, step + 1
@@ -56,7 +66,7 @@ class Switch:
         if len(self._after) < COMPARED:
             return ()
         self._pending = False
-        return (pays(self._from, self._formed_s, self._before, self._after),)
+        return (pays(self._from, self._formed_s, self._bridged, list(self._before), self._after),)
 
 
 def never(why: str) -> Remark:
@@ -68,11 +78,14 @@ def never(why: str) -> Remark:
     )
 
 
-def pays(first: int, formed_s: float, before: Sequence[float], after: Sequence[float]) -> Remark:
-    """Return what NCCL, used from step `first` on, has gained, given the seconds of each step before and after."""
+def pays(first: int, formed_s: float, bridged: int, before: Sequence[float], after: Sequence[float]) -> Remark:
+    """Return what NCCL, used from step `first` on, has gained, given the seconds of steps before and after.
+
+    `bridged`: how many steps were made while it formed.
+    """
     # The first ones of each kind load kernels, and connect.
     old, new = (statistics.median(found[1:] or found) for found in (before, after))
-    steps = f"{len(before)} step{'s' * (len(before) > 1)}"
+    steps = f"{bridged} step{'s' * (bridged > 1)}"
     verdict = (
         f"NCCL pays: a step takes {1e3 * new:.3g} ms instead of {1e3 * old:.3g} ms"
         if new <= GAINS * old

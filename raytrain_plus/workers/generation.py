@@ -102,7 +102,8 @@ class Generation:
             prepared.own.go_back()
             outcome = self._ended_by(error)
         if outcome.exhausted:
-            # What the error held is free by now; the next attempt finds the memory whole.
+            # What the error and the steps held is free by now; the next attempt finds the memory whole.
+            self._steps = None
             release_memory(prepared.device)
         prepared.copier.end()
         prepared.source.forget_given()
@@ -215,11 +216,11 @@ class Generation:
     def _form_replica(self, invitation: Invitation) -> _Replica:
         """Form the world of its model replica."""
         prepared, layers = self._prepared, self._assignment.layers
-        host = self._staged(TorchWorld(invitation))
         if prepared.plan.collective != "nccl":
-            return host
+            return self._staged(TorchWorld(invitation))
+        library, host = Nccl(prepared.device), self._staged(TorchWorld(invitation))
         wanted = directions(prepared.plan.job.parallel.schedule, layers.stage.of, layers.stage.ranks)
-        return NcclPeers(host, Nccl(prepared.device), wanted, invitation.timeout_s, self._control.interrupted)
+        return NcclPeers(host, library, wanted, invitation.timeout_s, self._control.interrupted)
 
     def _steps_of(self, state: TrainState, replica: Peers | None) -> Steps:
         """Return how this member makes its steps; `replica`: the world of its model replica, if that has stages."""

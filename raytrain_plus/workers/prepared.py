@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 
 from raytrain_plus.collective.horovod_world import load_horovod
+from raytrain_plus.collective.nccl import set_up_nccl
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.transform_block import Transform
 from raytrain_plus.device_copies import pinned
@@ -107,6 +108,8 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         make_deterministic()
     if plan.collective == "horovod":
         _check_horovod()
+    if plan.collective == "nccl":
+        set_up_nccl()
     # What runs from here on may have threads of its own.
     sys.path[:0] = [root for root in plan.roots if root not in sys.path]
     roots, job = [Path(root) for root in plan.roots], plan.job

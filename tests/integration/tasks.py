@@ -161,7 +161,8 @@ class Paced(Sleeps):
 
 
 class Faulty(Net):
-    """A task with faults: `fault` happens once, in the first process that reaches it; with `always`, each time after.
+    """A task with faults: `fault` happens once, in the first process that reaches it; with `always`, each time after,
+    and with "here" only in that process.
 
     A `fault` is "where:what:after": after that many calls of a place (loss, backward, apply, applied, snapshot, adopt,
     evaluate; mesh: a newcomer's first batches, made while its world forms) in a process, do this (kill, stop, raise,
@@ -170,7 +171,7 @@ class Faulty(Net):
     """
 
     def __init__(
-        self, folder: str, fault: str = "", always: bool = False, pad_s: float = 0.0, double: bool = False
+        self, folder: str, fault: str = "", always: bool | str = False, pad_s: float = 0.0, double: bool = False
     ) -> None:
         super().__init__()
         self.folder, self.fault, self.always, self.pad_s, self.double = Path(folder), fault, always, pad_s, double
@@ -240,11 +241,13 @@ class Faulty(Net):
         late = self.calls[place] - int(after or 0)
         if place != where or late < 1 or (late > 1 and not self.always) or in_trial():
             return
-        if not self.always:
+        if self.always is not True:
             try:
-                os.close(os.open(self.folder / "fault", os.O_CREAT | os.O_EXCL))
+                with (self.folder / "fault").open("x") as file:
+                    file.write(str(os.getpid()))
             except FileExistsError:
-                return
+                if self.always != "here" or (self.folder / "fault").read_text() != str(os.getpid()):
+                    return
         with (self.folder / f"reached-{os.getpid()}").open("a") as file:
             file.write(f"{place}\n")
         if what == "kill":

@@ -311,8 +311,22 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
     assert re.search(r"; the rows: of shard \d in step \d+, rows? .+ \(step \d+ was not applied\)$", str(result.error))
     assert (result.path / "model.safetensors").exists()
     assert json.loads((result.path / "result.json").read_text())["steps"] == run.committed() + 1 > 10
-    # It was tried again only once; the second world may break before all have joined it.
-    assert max(len(file.read_text().split()) for file in tmp_path.glob("reached-*")) == 2
+    # It was tried again only once; the second world may break before all have joined it. If memory has run out on one
+    # worker before it could on the other, a new process was tried, too.
+    tried = max(len(file.read_text().split()) for file in tmp_path.glob("reached-*"))
+    assert tried == 2 or (what == "memory" and tried == 3)
+
+
+@SLOW
+def test_a_process_whose_memory_runs_out_twice_is_replaced(tmp_path: Path, undisturbed: list[float]) -> None:
+    run, before = started(tmp_path, args={"fault": "loss:memory:100", "always": "here"})
+    run.until_told("recovered", 1)
+    [reached] = tmp_path.glob("reached-*")
+    gone = int(reached.name.removeprefix("reached-"))
+    run.until(lambda: gone not in [member["pid"] for member in run.members()], "another process", 60)
+    run.until_size(4)
+    check(run, before, [gone], undisturbed)
+    assert len(reached.read_text().split()) == 2
 
 
 @SLOW

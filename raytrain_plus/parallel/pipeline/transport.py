@@ -234,7 +234,8 @@ class Handovers:
                 "pipeline stages need the same shapes in every step: pad in `collate`"
             )
         for part, value in enumerate(tensors.values):
-            self._send("forward", boundary, microbatch, part, value.detach(), to)
+            # A stage may return tensors of the host, too; they are received on the device.
+            self._send("forward", boundary, microbatch, part, value.detach().to(self._device), to)
 
     def send_gradients(self, boundary: int, microbatch: int, inputs: Sequence[torch.Tensor], to: int) -> None:
         """Start to return the gradients of received activations: of those that take part, and have one."""

@@ -23,6 +23,9 @@ from raytrain_plus.errors import Interrupted
 from tests.unit.collective.stand_in_nccl import ID, Device, Library
 from tests.unit.training.test_synchronous import Ring, RingWorld
 
+FIRST_USES = 8
+"""Operations by which members connect as they form."""
+
 
 @pytest.fixture(autouse=True)
 def on_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +116,7 @@ def test_the_other_world_sums_until_all_use_nccl() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(each, range(2)))
     assert found == [[True, [2.0, 2.0], {}, False, [4.0, 4.0]]] * 2
-    assert len(device.ended) == 1
+    assert len(device.ended) == FIRST_USES + 1
 
 
 def test_a_member_whose_peer_is_gone_leaves_when_it_is_told_to() -> None:
@@ -148,7 +151,7 @@ def test_an_error_that_nccl_reports_ends_the_wait() -> None:
             wait([world.reduce(torch.ones(3), "gradients")], "a test", 5)
         return "told"
 
-    assert together(2, each, fails_after=0) == ["told", ""]
+    assert together(2, each, fails_after=FIRST_USES) == ["told", ""]
 
 
 def test_a_peer_that_dies_while_nccl_forms() -> None:
@@ -254,9 +257,51 @@ def test_an_abort_that_hangs_keeps_nobody_in_the_other_world() -> None:
 
 
 def test_nccl_reports_its_state_as_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(query=lambda: True))
     reports = iter([7, 0, 6])
     communicator = SimpleNamespace(get_async_error=lambda: next(reports), get_last_error=lambda: "remote error")
     found = nccl._OnGpu(None, communicator, 0, torch.device("cuda", 0))
     assert [found.state() for _ in range(3)] == ["under way", "ready", "failed"]
     assert found.why() == "remote error"
+
+
+def test_a_gpu_that_has_failed_is_seen_when_nccl_refuses_an_operation() -> None:
+    """NCCL says only that CUDA has raised an error; the GPU, when it is asked, says which."""
+
+    def each(world: NcclWorld) -> str:
+        def fails(*_: Any) -> None:
+            raise RuntimeError("ncclUnhandledCudaError")
+
+        def says() -> str:
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+        assert world._uses is not None
+        world._uses.reduce, world._uses.why = fails, says  # type: ignore[method-assign]
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            world.reduce(torch.ones(1), "gradients")
+        return "told"
+
+    assert together(2, each) == ["told"] * 2
+
+
+def test_without_an_id_nccl_never_forms() -> None:
+    ring, device = Ring(2), Device(2)
+
+    def member(rank: int) -> tuple[bool, str]:
+        def fails() -> bytes:
+            raise RuntimeError("no socket interface found")
+
+        library = Library(device)
+        library.new_id = fails  # type: ignore[method-assign]
+        world = NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)
+        until = time.monotonic() + 5
+        while not world.why_never and time.monotonic() < until:
+            time.sleep(0.001)
+        found = world.forming, world.why_never
+        world.close()
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(member, range(2)))
+    assert found == [(True, "a worker could not give NCCL's members an id")] * 2

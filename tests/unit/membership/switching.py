@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from raytrain_plus.collective.nccl import ID_BYTES
+from raytrain_plus.collective.nccl_forming import NAME
 from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import OneWay, World
@@ -25,7 +26,7 @@ from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.early_stop import Stopping
 from raytrain_plus.training.header import Flags, ShardReport, decode, either, encode
-from raytrain_plus.training.loop import StepTimeouts, train
+from raytrain_plus.training.loop import LEFT, StepTimeouts, train
 from raytrain_plus.training.rider import from_digits, to_digits
 from raytrain_plus.training.thread_control import Control
 from tests.unit.membership.explorer import Violation
@@ -225,7 +226,8 @@ class _Host(OneWay):
         self._member = member
 
     def reduce(self, tensor: torch.Tensor, name: str, operation: str = "sum") -> Any:
-        self._member.ways += "h"
+        if name != LEFT:
+            self._member.ways += "h"
         return SimpleNamespace(
             ended=lambda within_s: self._member.summed(tensor, name, "host"),
             finish=lambda: None,
@@ -461,7 +463,7 @@ def total(numbers: tuple[int, ...]) -> bytes | None:
         here = [_MOMENTS[number] for number in numbers]
         if {one.waits for one in here} != {"sum"} or len({(one.what, one.way) for one in here}) > 1:
             return None
-        dtype: Any = np.int64 if here[0].what.startswith("the id") else np.float32
+        dtype: Any = np.int64 if here[0].what in (NAME, LEFT) else np.float32
         found = _TOTALS[numbers] = sum(np.frombuffer(one.given, dtype) for one in here).tobytes()  # type: ignore[union-attr]
     return found
 

@@ -322,16 +322,17 @@ def test_memory_that_runs_out_again_replaces_the_worker_and_then_ends_the_run() 
     assert group.failure == fault
 
 
-def test_memory_that_runs_out_on_all_workers_again_loses_no_state() -> None:
+@pytest.mark.parametrize("members", [("a", "b"), ("a",)])
+def test_memory_that_runs_out_on_all_workers_again_ends_the_run(members: tuple[str, ...]) -> None:
     group, fault = group_in(T), "OutOfMemoryError at task.py:7"
+    workers = {name: group.workers[name] for name in members}
+    group = replace(group, seats=members, workers=workers, shape=Shape(len(members)))
     for _ in range(2):
-        for name in ("a", "b"):
+        assert not group.failure
+        for name in members:
             told = left(name, group.generation, 1, "failed", fault)
-            group, commands = step(group, replace(told, exhausted=True))
-    # Both leave as soon as others have their state.
-    assert {name for name, worker in group.workers.items() if worker.leaving} == {"a", "b"}
-    assert not any(isinstance(command, e.Dismiss) for command in commands)
-    assert not group.failure
+            group, _ = step(group, replace(told, exhausted=True))
+    assert group.failure == fault
 
 
 def test_another_error_or_another_step_is_retried() -> None:

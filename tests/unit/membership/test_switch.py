@@ -31,7 +31,10 @@ from tests.unit.membership.switching import SHARDS, Thread, check_moments, momen
 def stand_ins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Tensors of floating numbers count as those of the device, and the thread that forms NCCL runs when told to."""
     monkeypatch.setattr(nccl_world, "on_host", lambda tensor: not tensor.is_floating_point())
-    monkeypatch.setattr(nccl_forming, "threading", SimpleNamespace(Thread=Thread, Event=threading.Event))
+    monkeypatch.setattr(nccl_world.NcclWorld, "_connect", lambda self, formed, left: None)
+    monkeypatch.setattr(
+        nccl_forming, "threading", SimpleNamespace(Thread=Thread, Event=threading.Event, Lock=threading.Lock)
+    )
     caplog.set_level(logging.ERROR, "raytrain_plus")
 
 

@@ -14,6 +14,10 @@ class Way:
         self.why_never = ""
         self.used = 0
 
+    @property
+    def switched(self) -> bool:
+        return self.used > 0
+
     def use_formed(self) -> None:
         self.used += 1
 
@@ -38,6 +42,7 @@ def test_all_ways_are_used_after_the_first_step_in_which_nobody_is_unready() -> 
     assert [one.used for one in ways] == [0, 0]
     assert switch.made(1, READY, 0.1) == ()
     assert [one.used for one in ways] == [1, 1]
+    assert switch.used
 
 
 def remarks(before_s: float, after_s: float) -> list[str]:
