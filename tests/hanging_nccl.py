@@ -94,8 +94,9 @@ class HangingCommunicator:
 
     def abort(self) -> None:
         self._failed = self._failed or "it was left"
-        last = [self._group]
+        last = [self._group, *self._works]
         self._group = None
+        self._works.clear()
         # The group's threads are joined when it is dropped.
         threading.Thread(target=last.clear, name="leaves a stand-in for NCCL", daemon=True).start()
 

@@ -14,7 +14,7 @@ from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
 from raytrain_plus.collective.world import LOOK_S, Operation, Work, World
 
-FIRST_SUM = 1 << 20
+FIRST_SUM = 1 << 16
 """Elements of the larger one of the first sums."""
 
 

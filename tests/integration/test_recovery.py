@@ -319,7 +319,7 @@ def test_the_same_exception_twice_ends_the_run_with_the_state_of_the_last_commit
 
 @SLOW
 def test_a_process_whose_memory_runs_out_twice_is_replaced(tmp_path: Path, undisturbed: list[float]) -> None:
-    run, before = started(tmp_path, args={"fault": "loss:memory:100", "always": "here"})
+    run, before = started(tmp_path, args={"fault": "loss:memory:80", "always": "here", "pad_s": 0.03})
     run.until_told("recovered", 1)
     [reached] = tmp_path.glob("reached-*")
     gone = int(reached.name.removeprefix("reached-"))
