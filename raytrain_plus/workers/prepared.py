@@ -106,10 +106,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     torch.set_num_threads(plan.job.workers.threads)
     if plan.job.reduction == "exact":
         make_deterministic()
-    if plan.collective == "horovod":
-        _check_horovod()
-    if plan.collective == "nccl":
-        set_up_nccl()
+    _set_up(plan.collective)
     # What runs from here on may have threads of its own.
     sys.path[:0] = [root for root in plan.roots if root not in sys.path]
     roots, job = [Path(root) for root in plan.roots], plan.job
@@ -208,6 +205,14 @@ def _check_storage(plan: Plan) -> None:
     fault = "" if plan.probe is None else find_probe_fault(plan.probe)
     if fault:
         raise refusal(os.uname().nodename, fault, plan.job.storage)
+
+
+def _set_up(collective: str) -> None:
+    """Check, or set up, what the library that sums needs in this process."""
+    if collective == "horovod":
+        _check_horovod()
+    elif collective == "nccl":
+        set_up_nccl()
 
 
 def _check_horovod() -> None:
