@@ -69,7 +69,7 @@ class Fit:
     """The node types on which workers fit, with the number per machine."""
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the run will do slowly on these machines."""
+    """Remarks on parts of the run that are slow on these machines."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -127,13 +127,24 @@ def reached(communicator: Communicator, event: Event, what: str, within_s: float
     return True
 
 
-def refused(communicator: Communicator, what: str, error: Exception) -> Exception:
-    """Return what to raise if NCCL has refused `what`: an interrupt, unless the GPU or our own code is at fault."""
-    if isinstance(error, (torch.AcceleratorError, TypeError, AttributeError, AssertionError)):
-        return error
-    # NCCL says of a GPU that has failed only that CUDA has raised an error, which this raises again.
-    communicator.why()
-    return Interrupted(f"cannot {what.removeprefix('to ')}: {error}")
+def started(
+    communicator: Communicator, start: Callable[[], None], what: str, limit_s: float, left: Callable[[], bool]
+) -> Event:
+    """Start an operation, and return the place where it ends.
+
+    Raises `Interrupted` if NCCL refuses it, after `limit_s`, or if this member leaves.
+    """
+    try:
+        start()
+    except (torch.AcceleratorError, TypeError, AttributeError, AssertionError):
+        # The GPU or our own code is at fault.
+        raise
+    except Exception as error:
+        # NCCL says of a GPU that has failed only that CUDA has raised an error, which this raises again.
+        communicator.why()
+        raise Interrupted(f"cannot start {what}: {error}") from error
+    settle(communicator, f"NCCL to start {what}", limit_s, left)
+    return communicator.mark()
 
 
 def state_of(communicator: Communicator) -> State:

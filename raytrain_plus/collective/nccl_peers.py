@@ -2,12 +2,11 @@
 
 NCCL matches what one member sends and another receives by their order alone, and a send occupies its communicator until
 its receiver has taken it. So each direction of each pair that exchanges tensors has a communicator of its own, a link.
-What a link carries is announced in the world of the host, in the same order: the tag and the length. A receiver that
-waits for one tensor takes whatever was sent before it, each into its place, or into memory of its own until somebody
-asks for it. So no order of sending and receiving can make two members wait for each other.
+The sender announces the tag and the length of each tensor in the world of the host, in the same order. A receiver that
+waits for one tensor takes all that were sent before it, too: each into its place, or into memory of its own until
+somebody asks for it. So no order of sending and receiving can make two members wait for each other.
 
-Until all links have formed on all members, everything goes through the host's memory. What others have told of a step
-says so; see `World.forming`.
+Until all links have formed on all members, everything passes through the host's memory; see `World.forming`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, refused, settle
+from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
 from raytrain_plus.collective.world import LOOK_S, Transfer
 from raytrain_plus.errors import Interrupted
@@ -49,7 +49,8 @@ class NcclPeers:
         self.rank: int = host.rank
         self.size: int = host.size
         self._host = host
-        self._waits = _Waits(limit_s, interrupted)
+        self._limit_s = limit_s
+        self._interrupted = interrupted
         self._own = [one for one in sorted(set(directions)) if self.rank in one]
         to = {receiver for sender, receiver in self._own if sender == self.rank}
         ids = shared_ids(
@@ -57,11 +58,10 @@ class NcclPeers:
         )
         wanted = [Wanted(ids[sender][receiver], int(receiver == self.rank), 2) for sender, receiver in self._own]
         self._bytes: list[torch.Tensor] = []
-        """What has gone over each link first."""
+        """The first byte of each link."""
         self._forming = Forming(library, wanted, limit_s, self._connect)
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
-        self._used = not self._own
 
     def _connect(self, formed: Sequence[Communicator], left: Callable[[], bool]) -> None:
         """Send a byte over each link: NCCL connects two members at their first transfer, and waits for both."""
@@ -74,17 +74,17 @@ class NcclPeers:
             else:
                 one.receive(byte)
         for one in formed:
-            settle(one, "NCCL to connect two workers", self._waits.limit_s, left)
+            settle(one, "NCCL to connect two workers", self._limit_s, left)
 
     @property
     def forming(self) -> bool:
         """See `World`."""
-        return not self._used and not self._forming.ended
+        return bool(self._own) and not self.switched and not self._forming.ended
 
     @property
     def switched(self) -> bool:
         """See `World`."""
-        return self._used and bool(self._own)
+        return bool(self._outgoing or self._incoming)
 
     @property
     def why_never(self) -> str:
@@ -93,14 +93,14 @@ class NcclPeers:
 
     def use_formed(self) -> None:
         """See `World`. Nothing may be on its way."""
-        if self._used:
+        if self.switched or not self._own:
             return
         for (sender, receiver), one in zip(self._own, self._forming.communicators(), strict=True):
+            link = _Link(one, self._limit_s, self._interrupted)
             if sender == self.rank:
-                self._outgoing[receiver] = _Outgoing(self._host, receiver, one, self._waits)
+                self._outgoing[receiver] = _Outgoing(self._host, receiver, link)
             else:
-                self._incoming[sender] = _Incoming(self._host, sender, one, self._waits)
-        self._used = True
+                self._incoming[sender] = _Incoming(self._host, sender, link)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
         """Start to send a contiguous tensor; it must not change until it is sent."""
@@ -128,77 +128,68 @@ def _by_host(tensor: torch.Tensor) -> bool:
     return on_host(tensor) or not tensor.numel()
 
 
-class _Waits:
-    """How a member waits."""
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A direction of a pair, and how a member waits for it."""
 
-    def __init__(self, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        self.limit_s = limit_s
-        self.interrupted = interrupted
+    communicator: Communicator
+    limit_s: float
+    interrupted: Callable[[], bool]
 
-    def start(self, communicator: Communicator, start: Callable[[], None], what: str) -> Event:
-        """Start an operation; return where it ends."""
-        try:
-            start()
-        except Exception as error:
-            raise refused(communicator, f"to start {what}", error) from error
-        settle(communicator, f"NCCL to start {what}", self.limit_s, self.interrupted)
-        return communicator.mark()
+    def start(self, start: Callable[[], None], what: str) -> Event:
+        """Start an operation; see `nccl.started`."""
+        return started(self.communicator, start, what, self.limit_s, self.interrupted)
 
-    def end(self, communicator: Communicator, event: Event, what: str) -> None:
+    def end(self, event: Event, what: str) -> None:
         """Wait until the device has come so far. Raises `Interrupted` if it does not."""
         begun = time.monotonic()
-        while not reached(communicator, event, what, LOOK_S):
+        while not reached(self.communicator, event, what, LOOK_S):
             if self.interrupted():
                 raise Interrupted(f"stopped waiting for {what}")
             if time.monotonic() - begun > self.limit_s:
                 raise Interrupted(f"stopped waiting for {what}, after {self.limit_s:g} s")
 
 
+@dataclass(frozen=True, slots=True)
 class _Outgoing:
     """A link to another member."""
 
-    def __init__(self, host: Any, to: int, communicator: Communicator, waits: _Waits) -> None:
-        self._host = host
-        self._to = to
-        self._communicator = communicator
-        self._waits = waits
+    host: Any
+    to: int
+    link: _Link
 
     def send(self, tensor: torch.Tensor, tag: int) -> Transfer:
-        data, one = as_bytes(tensor), self._communicator
-        event = self._waits.start(one, lambda: one.send(data), f"to send to member {self._to}")
+        data = as_bytes(tensor)
+        event = self.link.start(lambda: self.link.communicator.send(data), f"the transfer to member {self.to}")
         announcement = torch.tensor([tag, data.numel()])
-        announced = self._host.send(announcement, self._to, ANNOUNCED)
-        return _Sent(one, event, self._waits, announced, announcement)
+        announced = self.host.send(announcement, self.to, ANNOUNCED)
+        return _Sent(self.link, event, announced, announcement)
 
 
+@dataclass(frozen=True, slots=True)
 class _Sent:
-    def __init__(
-        self, communicator: Communicator, event: Event, waits: _Waits, announced: Transfer, announcement: torch.Tensor
-    ) -> None:
-        self._communicator = communicator
-        self._event = event
-        self._waits = waits
-        self._announced = announced
-        # It is read until it has arrived.
-        self._announcement = announcement
+    link: _Link
+    event: Event
+    announced: Transfer
+    announcement: torch.Tensor
+    """It is read until it has arrived."""
 
     def finish(self, what: str) -> None:
-        self._announced.finish(what)
-        self._waits.end(self._communicator, self._event, what)
+        self.announced.finish(what)
+        self.link.end(self.event, what)
 
 
 class _Incoming:
     """A link from another member."""
 
-    def __init__(self, host: Any, source: int, communicator: Communicator, waits: _Waits) -> None:
+    def __init__(self, host: Any, source: int, link: _Link) -> None:
         self._host = host
         self._source = source
-        self.communicator = communicator
-        self.waits = waits
+        self.link = link
         self._expected: dict[int, deque[_Received]] = defaultdict(deque)
         """Tag -> the transfers that are not announced yet, in order."""
         self._early: dict[int, deque[tuple[torch.Tensor, Event]]] = defaultdict(deque)
-        """Tag -> what came before anybody asked for it, in order."""
+        """Tag -> the tensors that came before anybody asked for them, in order."""
         self._announcements: deque[tuple[torch.Tensor, Transfer]] = deque()
         """The announcements that are on their way, in order."""
 
@@ -212,16 +203,17 @@ class _Incoming:
         return received
 
     def take_next(self, what: str) -> None:
-        """Start to take what is announced next, into the memory of who expects it, if anybody does."""
+        """Start to take the tensor that is announced next, into the memory of who expects it, if anybody does."""
         if not self._announcements:
             self._await_announcement()
         announcement, coming = self._announcements.popleft()
         coming.finish(what)
         tag, length = announcement.tolist()
         received = self._expected[tag].popleft() if self._expected[tag] else None
-        into = self.communicator.room(length) if received is None else as_bytes(received.into)
+        communicator = self.link.communicator
+        into = communicator.room(length) if received is None else as_bytes(received.into)
         assert into.numel() == length, f"{what} has {length} bytes, not {into.numel()}"
-        event = self.waits.start(self.communicator, lambda: self.communicator.receive(into), f"to receive {what}")
+        event = self.link.start(lambda: communicator.receive(into), f"the transfer from member {self._source}")
         if received is None:
             self._early[tag].append((into, event))
         else:
@@ -233,8 +225,8 @@ class _Incoming:
 
 
 class _Received:
-    def __init__(self, link: _Incoming, into: torch.Tensor) -> None:
-        self._link = link
+    def __init__(self, incoming: _Incoming, into: torch.Tensor) -> None:
+        self._incoming = incoming
         self.into = into
         self.kept: torch.Tensor | None = None
         """Where it lies, if it came before it was asked for."""
@@ -242,10 +234,10 @@ class _Received:
         """Where it ends, once it has started."""
 
     def finish(self, what: str) -> None:
-        link = self._link
         while self.event is None:
-            link.take_next(what)
-        link.waits.end(link.communicator, self.event, what)
+            self._incoming.take_next(what)
+        link = self._incoming.link
+        link.end(self.event, what)
         link.communicator.use(self.event)
         if self.kept is not None:
             as_bytes(self.into).copy_(self.kept)

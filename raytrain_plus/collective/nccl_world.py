@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, refused, settle
+from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
 from raytrain_plus.collective.world import LOOK_S, Operation, Work, World
 
@@ -45,11 +45,12 @@ class NcclWorld:
         size = self.size
         for length in (size, FIRST_SUM):
             numbers, share = (one.room(4 * count).view(torch.float32).zero_() for count in (length, length // size))
-            whole = share.new_zeros(len(share) * size)
+            # What NCCL has not launched yet, it may still write: nothing of this is freed before.
+            whole, into = (share.new_zeros(len(share) * size) for _ in range(2))
             for start in (
                 lambda numbers=numbers: one.reduce(numbers, "sum"),
                 lambda share=share, whole=whole: one.gather(as_bytes(share), as_bytes(whole)),
-                lambda whole=whole: one.exchange(as_bytes(whole), as_bytes(torch.empty_like(whole))),
+                lambda whole=whole, into=into: one.exchange(as_bytes(whole), as_bytes(into)),
                 lambda share=share, whole=whole: one.reduce_scatter(whole, share),
             ):
                 start()
@@ -112,22 +113,19 @@ class NcclWorld:
         communicator = self._uses
         if communicator is None or on_host(tensor):
             return None
-        try:
-            start(communicator)
-        except Exception as error:
-            raise refused(communicator, f"to start the collective of {name}", error) from error
-        settle(communicator, f"NCCL to start the collective of {name}", self._limit_s, self._interrupted)
-        return _NcclWork(communicator, communicator.mark(), name)
+        what = f"the collective of {name}"
+        event = started(communicator, lambda: start(communicator), what, self._limit_s, self._interrupted)
+        return _NcclWork(communicator, event, what)
 
 
 class _NcclWork:
-    def __init__(self, communicator: Communicator, event: Event, name: str) -> None:
+    def __init__(self, communicator: Communicator, event: Event, what: str) -> None:
         self._communicator = communicator
         self._event = event
-        self._name = name
+        self._what = what
 
     def ended(self, within_s: float) -> bool:
-        return reached(self._communicator, self._event, f"the collective of {self._name}", min(within_s, LOOK_S))
+        return reached(self._communicator, self._event, self._what, min(within_s, LOOK_S))
 
     def finish(self) -> None:
         self._communicator.use(self._event)

@@ -35,7 +35,7 @@ class Work(Protocol):
 
 
 class Ways(Protocol):
-    """What can come to use another way later."""
+    """A world that may later use another way, which all its members begin at once."""
 
     @property
     def forming(self) -> bool:

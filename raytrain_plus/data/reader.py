@@ -192,7 +192,7 @@ class Batches:
 
     @property
     def _has_room(self) -> bool:
-        """Whether more is to be prepared. What comes at once may go beyond that, so the thread wakes less often."""
+        """Whether the thread is to hand over more. It may hand over several steps at once, so that it wakes less."""
         return self._prepared < PREFETCH_STEPS
 
     def _run(self) -> None:

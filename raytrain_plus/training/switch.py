@@ -1,4 +1,4 @@
-"""When all members of a generation switch from the host's memory to NCCL, and what that gains."""
+"""Switch from the host's memory to NCCL, all members of a generation at once, and say what that gains."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Generation:
             prepared.own.go_back()
             outcome = self._ended_by(error)
         if outcome.exhausted:
-            # What the error and the steps held is free by now; the next attempt finds the memory whole.
+            # The memory that the error and the steps held is free by now; the next attempt can use all of it.
             self._steps = None
             release_memory(prepared.device)
         prepared.copier.end()

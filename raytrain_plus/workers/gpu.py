@@ -20,7 +20,7 @@ class Gpu:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return which GPU a device is; None if it is none. Raises `RuntimeError` if the GPU does not answer."""
+    """Return the GPU of a device; None for a CPU. Raises `RuntimeError` if the GPU does not answer."""
     if device.type != "cuda":
         return None
     found = torch.cuda.get_device_properties(device)

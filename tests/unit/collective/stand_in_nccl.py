@@ -16,7 +16,7 @@ ID = bytes(range(128))
 
 
 class Device:
-    """What the members of one NCCL world share."""
+    """The device that the members of one NCCL world share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -150,7 +150,7 @@ class Links:
 
 
 class LinksOf:
-    """What one member sees of it."""
+    """The `Library` of one member."""
 
     def __init__(self, links: Links, member: int) -> None:
         self._links, self._member, self._ids = links, member, 0

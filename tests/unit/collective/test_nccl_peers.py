@@ -71,7 +71,7 @@ def together(
     interrupted: Callable[[], bool] = lambda: False,
     limit_s: float = LIMIT_S,
 ) -> list[Any]:
-    """What each member's work returns, in a replica of so many."""
+    """Return the result of each member's work, in a replica of so many."""
     ring, mail, links = Ring(size), Mail(lambda: None), links or Links()  # type: ignore[arg-type]
 
     def member(rank: int) -> Any:

@@ -21,7 +21,7 @@ from tests.unit.membership.switching import Seat, after, check_alike, moment, to
 
 _State = TypeVar("_State", bound=Hashable)
 Moves = Iterator[tuple[_State, bool]]
-"""What may follow, and whether it is sure."""
+"""The moves that may follow, each with whether it is sure to come."""
 IN, LEFT, DEAD = "in", "left", "dead"
 
 

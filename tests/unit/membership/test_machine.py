@@ -313,7 +313,7 @@ def test_memory_that_runs_out_again_replaces_the_worker_and_then_ends_the_run() 
     group, commands = exhausted(group, ("a",))
     assert [type(command) for command in commands] == [e.Join]
     group, commands = exhausted(group, ("a",))
-    # The other one goes on alone, until a new process has come in its place.
+    # The other worker continues alone until a new process takes the place.
     assert not group.failure
     assert group.seats == ("b",)
     group, commands = step(group, e.Joined("b", group.generation))

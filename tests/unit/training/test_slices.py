@@ -42,7 +42,16 @@ from tests.unit.parallel.tensor import hosting
 from tests.unit.training import linked as links
 from tests.unit.training import test_synchronous
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import Ring, RingWorld, Told, check_same, control, state_of, tensors_of
+from tests.unit.training.test_synchronous import (
+    Ring,
+    RingWorld,
+    Told,
+    check_alike,
+    check_same,
+    control,
+    state_of,
+    tensors_of,
+)
 
 one_computes_at_a_time = test_synchronous.one_computes_at_a_time
 by_nccl = links.by_nccl
@@ -217,24 +226,14 @@ def of_one() -> Told:
     ids=str,
 )
 def test_the_bits_do_not_depend_on_who_hosts_the_slices(shape: Shape, of_one: Told) -> None:
-    applied, state = of_one
-    told = together(shape)
-    for found, _ in told:
-        assert found == applied
-    for replica in range(shape.replicas):
-        check_same(collected(told, shape, replica), state)
+    check_alike(together(shape), shape, of_one, collected)
 
 
 def test_so_it_is_by_nccl(of_one: Told, by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = Shape(2, 2, 2)
     linked = links.Linked("1f1b", shape)
     monkeypatch.setattr(sys.modules[__name__], "Threads", linked)
-    applied, state = of_one
-    told = together(shape)
-    for found, _ in told:
-        assert found == applied
-    for replica in range(shape.replicas):
-        check_same(collected(told, shape, replica), state)
+    check_alike(together(shape), shape, of_one, collected)
     assert linked.carried == set(linked.directions)
 
 
@@ -262,9 +261,7 @@ def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
 def test_so_it_is_with_positions_that_are_divided(shape: Shape, technique: Technique) -> None:
     applied, state = alone(technique=technique, task=Divided)
     told = together(shape, technique=technique, task=Divided)
-    assert all(found == applied for found, _ in told)
-    for replica in range(shape.replicas):
-        check_same(collected(told, shape, replica), state)
+    check_alike(told, shape, (applied, state), collected)
 
 
 class OfTransformers(Task):

@@ -9,7 +9,7 @@ from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from tests.unit.training import test_pipedream, test_synchronous
 from tests.unit.training.linked import Linked, by_nccl
-from tests.unit.training.test_synchronous import check_same, one_computes_at_a_time
+from tests.unit.training.test_synchronous import check_alike, one_computes_at_a_time
 
 __all__ = ["by_nccl", "one_computes_at_a_time"]
 
@@ -21,12 +21,8 @@ def test_stages(schedule: Schedule, by_nccl: None, monkeypatch: pytest.MonkeyPat
     shape = Shape(2, 4)
     linked = Linked(schedule, shape)
     monkeypatch.setattr(test_synchronous, "Threads", linked)
-    applied, state = test_synchronous.alone(exact=True)
-    told = test_synchronous.together(shape, schedule, exact=True)
-    for found, _ in told:
-        assert found == applied
-    for replica in range(shape.replicas):
-        check_same(test_synchronous.collected(told, shape, replica), state)
+    expected = test_synchronous.alone(exact=True)
+    check_alike(test_synchronous.together(shape, schedule, exact=True), shape, expected)
     # Each link carried something, and nothing went another way.
     assert linked.carried == set(linked.directions)
 

@@ -299,6 +299,19 @@ def check_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.T
     assert state_sha256(dict(found)) == state_sha256(dict(expected))
 
 
+def check_alike(
+    told: list[Told],
+    shape: Shape,
+    expected: Told,
+    collected: Callable[[list[Told], Shape, int], Mapping[str, torch.Tensor]] = collected,
+) -> None:
+    """Assert that all workers have applied the same steps, and that each replica has the same state, bit for bit."""
+    applied, state = expected
+    assert all(found == applied for found, _ in told)
+    for replica in range(shape.replicas):
+        check_same(collected(told, shape, replica), state)
+
+
 ALL: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 CASES = [
     pytest.param(shape, schedule, marks=() if schedule == "1f1b" or shape == Shape(2, 2) else pytest.mark.slow)
@@ -315,12 +328,7 @@ def of_one() -> Told:
 
 @pytest.mark.parametrize(("shape", "schedule"), CASES, ids=str)
 def test_the_bits_are_those_of_one_worker(shape: Shape, schedule: Schedule, of_one: Told) -> None:
-    applied, state = of_one
-    told = together(shape, schedule, exact=True)
-    for found, _ in told:
-        assert found == applied
-    for replica in range(shape.replicas):
-        check_same(collected(told, shape, replica), state)
+    check_alike(together(shape, schedule, exact=True), shape, of_one)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zero-bubble", marks=pytest.mark.slow)])
