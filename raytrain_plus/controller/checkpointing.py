@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import yaml
@@ -17,11 +17,12 @@ from raytrain_plus.controller.order import Order
 from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.publisher import Published, Publisher
 from raytrain_plus.controller.saving import Abandoned, Saving
-from raytrain_plus.errors import RaytrainError, TaskError
+from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase, members_in, newest_state
+from raytrain_plus.membership.group import Phase, cover, members_in
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import Owners, senders
+from raytrain_plus.membership.pieces import Pieces, union
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.manifest import Manifest, join_shares, name_of, void
@@ -81,6 +82,8 @@ class Checkpoints:
         self._saving = Saving()
         self._publishing: set[str] = set()
         self._writers: dict[int, Sequence[Member]] = {}
+        self._lacking: dict[int, Pieces] = {}
+        """What the writers of the checkpoints with a generation's number do not write, if that is anything."""
         self._layout: Sequence[Member] = ()
         self._resumptions = list((order.past or Past()).resumptions)
         self._failure = -1, ""
@@ -124,6 +127,10 @@ class Checkpoints:
         """Return the newest complete checkpoint of the state after `step`; None if there is none."""
         return next((one for one in self._publisher.complete if one.step == step), None)
 
+    def has(self, step: int, metric: str) -> bool:
+        """Return whether a complete checkpoint has the state after `step` with that metric."""
+        return any(one.step == step and metric in one.metrics for one in self._publisher.complete)
+
     def request_in_time(self, now: float) -> None:
         """Request a checkpoint, once per generation, if the last one is too old."""
         group = self._machine.group
@@ -140,6 +147,7 @@ class Checkpoints:
         self._writers[number] = self._layout = members
         if len(self._writers) > GENERATIONS:
             del self._writers[min(self._writers)]
+        self._lacking = {at: lacking for at, lacking in self._lacking.items() if at >= min(self._writers)}
 
     def shares(self, number: int, stages: Sequence[Stage], owners: Owners) -> list[ShareOf]:
         """Return the parts of writers that hold these stages, in the checkpoints with that generation number.
@@ -149,6 +157,9 @@ class Checkpoints:
         holders, claim = self._partitions.holders(stages), self._run.claim
         limits = self._machine.group.limits
         written = list(senders(limits.rows, limits.row_bytes, owners).values()) if owners else [None] * len(stages)
+        lacking = limits.pieces(Stage()) - union(map(limits.held, stages, written))
+        if lacking:
+            self._lacking[number] = lacking
         return [
             ShareOf(generation=number, writer=writer, writers=len(stages), holders=holders, rows=rows, claim=claim)
             for writer, rows in enumerate(written)
@@ -159,18 +170,22 @@ class Checkpoints:
         self.keep(command.step)
 
     def keep(self, step: int) -> bool:
-        """Request a checkpoint from the holders of the state after `step` in no world; return whether there are any."""
+        """Request a checkpoint from the holders of the state after `step` in no world; return whether they have it all.
+
+        Only workers whose processes live count: the group may not have heard of a loss yet.
+        """
         group = self._machine.group
-        able = [name for name, worker in group.workers.items() if worker.state == "idle" and name in self._loop]
-        stages = {name: group.workers[name].stage or Stage() for name in able if group.workers[name].holds == step}
-        best = newest_state(group)
-        if best is None or best.step != step or best.copied or not stages:
+        limits, workers = group.limits, group.workers
+        able = [name for name, worker in workers.items() if worker.state == "idle" and name in self._loop]
+        stages = {name: workers[name].stage or Stage() for name in able if workers[name].holds == step}
+        offers = [(name, stage, limits.held(stage, workers[name].owned)) for name, stage in stages.items()]
+        if not stages or cover(group, offers)[1]:
             return False
         # A number that no generation has: the remains of an earlier attempt may exist under the old one.
-        self._journal.base += 1
-        number = self._journal.base + group.generation
+        number = self._journal.begin_number(group.generation)
+        # An event has that number before a checkpoint has it: else events would seem to be missing.
+        self._journal.saving(step, 0, 0, None)
         self._saving.begin(step, number, list(stages))
-        limits, workers = group.limits, group.workers
         owners = {
             name: limits.owned_rows(stage, workers[name].owned)
             for name, stage in (stages.items() if limits.rows else ())
@@ -197,6 +212,8 @@ class Checkpoints:
             self._publisher.discard(name_of(told.step, told.generation))
             self._settled(told.step, told.generation)
             return
+        if (writer := self._saving.writer(told)) is not None:
+            told = replace(told, time=self._journal.on_our_clock(writer, told.time))
         self._give_up(self._saving.written(told, self._machine.group.workers))
 
     def make(self) -> None:
@@ -204,7 +221,7 @@ class Checkpoints:
         for shares in self._saving.whole(self._journal.committed):
             try:
                 manifest = self._manifest(shares)
-            except TaskError as error:
+            except RaytrainError as error:
                 self._give_up([Abandoned(shares[0].step, shares[0].generation, str(error))])
                 continue
             self._publishing.add(manifest.name)
@@ -242,6 +259,9 @@ class Checkpoints:
 
     def _manifest(self, shares: Sequence[Written]) -> Manifest:
         order, first = self._order, shares[0]
+        if lacking := self._lacking.get(first.generation):
+            what = ", ".join(repr(name) for name in lacking.names[:3])
+            raise RunError(f"no writer had {what} of the state; please report this")
         files, tensors = join_shares([told.share for told in shares if told.share is not None])
         return Manifest(
             run=order.plan.job.name,
@@ -264,7 +284,7 @@ class Checkpoints:
                 if math.isfinite(value)
             },
             stall_s=max(told.stall_s for told in shares),
-            tree=whole_tree([told.tree for told in shares if told.tree is not None]),
+            tree={**whole_tree([told.tree for told in shares if told.tree is not None]), "weights": _weights(shares)},
             files=files,
             tensors=tensors,
         )
@@ -302,3 +322,9 @@ class Checkpoints:
 
     def _not_kept(self, name: str, error: RaytrainError) -> None:
         self.wait_no_longer(f"{name} could not copy its state: {error}")
+
+
+def _weights(shares: Sequence[Written]) -> dict[str, bool]:
+    """Return the parameters of all writers, and whether the optimizer has a state of each."""
+    names = sorted({name for told in shares for name in told.weights})
+    return {name: any(told.weights.get(name, False) for told in shares) for name in names}

@@ -81,7 +81,7 @@ class Engine:
         members = Members(loop, machine, journal, pulses, checkpoints, replication, clock, job.best)
         self._formation = formation = Formation(
             loop, machine, journal, roster, partitions, pulses, checkpoints, restoring, replication, members, clock,
-            host, self._open_run, order.plan.collective, job.early_stop,
+            host, self._open_run, order.plan.collective, job.best,
         )  # fmt: skip
         self._hand_over = hand_over = ModelHandOver(
             loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock, partitions,

@@ -111,7 +111,7 @@ class Exporter:
     def _export(self, number: int, holders: tuple[Donor, ...], step: int) -> None:
         outcome: str | RaytrainError
         try:
-            outcome = retry(lambda: self._written(number, holders, step), LAST_PAUSES_S)
+            outcome = retry(lambda: self._written(number, holders, step), LAST_PAUSES_S, self._failed)
         except StorageError as failure:
             outcome = RunError(f"the model cannot be written to {self._run.where}: {failure}")
         except RaytrainError as failure:
@@ -121,6 +121,10 @@ class Exporter:
             what = f"{type(failure).__name__}: {failure}"
             outcome = RunError(f"the model could not be exported: {what}; please report this")
         self._done(Exported(holders, step, outcome))
+
+    def _failed(self, error: OSError) -> None:
+        # The next attempt begins at the first byte.
+        self._written_bytes = 0
 
     def _written(self, number: int, holders: tuple[Donor, ...], step: int) -> str:
         """Write the file and return the hash of the state. Raises `OSError` if the storage fails."""
@@ -217,7 +221,7 @@ class ModelHandOver:
         self._step = command.step
         if self.journal.opened and command.step < self.journal.committed:
             # Nobody holds what was committed, and nothing more will be computed.
-            self.journal.base += 1
+            self.journal.begin_number(self.machine.group.generation)
             self.restoring.go_back_to(command.step, self.machine.group.generation)
         best = None if self.early_stop is None else verdict(self.early_stop, self.journal.history).best
         self._exports, self._waits = command.step, best is not None and best < command.step

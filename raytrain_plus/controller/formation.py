@@ -21,7 +21,7 @@ from raytrain_plus.controller.replication import Replication
 from raytrain_plus.controller.restoring import Restoring
 from raytrain_plus.controller.roster import Roster
 from raytrain_plus.controller.sources import Source, sources_of
-from raytrain_plus.job.settings import EarlyStop
+from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.pieces import Pieces
@@ -86,7 +86,8 @@ class Formation:
     open_run: Callable[[], None]
     """Opens the run's folder. Only the first generation does so: nothing is wrong then with what was requested."""
     collective: str
-    early_stop: EarlyStop | None
+    best: EarlyStop | KeepBest | None
+    """The setting whose metric decides the best state."""
     _now: _Worlds | None = field(default=None, init=False)
 
     def join(self, command: e.Join) -> None:
@@ -97,7 +98,8 @@ class Formation:
         self.journal.renew()
         if not command.again:
             self.restoring.go_back_to(command.first_step - 1, view.generation)
-        self.checkpoints.formed(self.journal.base + view.generation, view.members)
+        number = self.journal.number(view.generation)
+        self.checkpoints.formed(number, view.members)
         names = [member.worker for member in view.members]
         self.journal.regroup(self.clock.unix(), names, command.first_step - 1, view.generation)
         if self._now is not None:
@@ -114,7 +116,7 @@ class Formation:
         gives = Counter(source.worker for source in given)
         self.replication.begin(view)
         stages = [shape.stage(seat) for seat in range(shape.size)]
-        shares = self.checkpoints.shares(self.journal.base + view.generation, stages, command.owners)
+        shares = self.checkpoints.shares(number, stages, command.owners)
         ring_of = {seat: [view.members[other].worker for other in line] for line in lines for seat in line}
         for seat, member in enumerate(view.members):
             replica = replicas[seat] if replicas[seat].size > 1 else None
@@ -203,7 +205,8 @@ class Formation:
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
             evaluated=self.journal.evaluated,
-            history=self.journal.history if self.early_stop else {},
+            history=self.journal.history if self.best else {},
+            saved=self.best is not None and self.checkpoints.has(command.first_step - 1, self.best.metric),
             share=share,
             seat=seat,
             owners=owners,

@@ -64,7 +64,7 @@ class Journal:
         `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch. `end`: if a job is given in
         epochs, its steps and all their rows. `past`: what the run resumes from. `clock`: Unix seconds.
         """
-        self.base = past.generation + 1
+        self._base = past.generation + 1
         """The offset added to generations: earlier controllers of the run had some."""
         self._run = run
         self._end = end
@@ -96,9 +96,27 @@ class Journal:
         self._clocks = Clocks()
         self._members: tuple[str, ...] = ()
         self._waiting = ""
-        self.generation = self.base
+        self._generation = self._base
         self.evaluated = -2
         """The highest step whose evaluation was reported."""
+
+    @property
+    def generation(self) -> int:
+        """The number that events, ledger and checkpoints carry now; it rises through all controllers of the run."""
+        return self._generation
+
+    def number(self, generation: int) -> int:
+        """Return the number of one of this controller's generations."""
+        return self._base + generation
+
+    def begin_number(self, generation: int) -> int:
+        """Begin a new number while the group's generation stays the same; return it.
+
+        The group's later generations have higher ones.
+        """
+        self._base += 1
+        self._generation = self.number(generation)
+        return self._generation
 
     @property
     def committed(self) -> int:
@@ -127,7 +145,7 @@ class Journal:
         run.write(JOB, [job_yaml.encode()])
         run.write(DATASET, [json.dumps(dataset, indent=1).encode() + b"\n"])
         started = {"job": job_yaml, "versions": dict(versions), "address": address}
-        self._outlets.open(self.generation, started, relays, self.metrics, callbacks, self._before_entries)
+        self._outlets.open(self._generation, started, relays, self.metrics, callbacks, self._before_entries)
 
     @property
     def opened(self) -> bool:
@@ -185,6 +203,10 @@ class Journal:
         """Record a worker's clock: see `Clocks.read`."""
         self._clocks.read(worker, clock_s, asked, answered)
 
+    def on_our_clock(self, worker: str, time: float) -> float:
+        """Return a time of that worker, in Unix seconds, by the controller's clock."""
+        return time + self._clocks.offset(worker)
+
     def gone(self, worker: str, cause: str) -> None:
         """Record that a worker was lost."""
         self._incidents.gone(worker)
@@ -236,14 +258,14 @@ class Journal:
         self._incidents.left(now, max(0, self._commits.applied - held))
         self._commit(self._commits.regroup(members, held))
         # What its members commit before all have joined belongs to the new generation too.
-        self.generation = self.base + generation
+        self._generation = self.number(generation)
 
     def go_back(self, step: int, generation: int, checkpoint: str | None, made: int, evaluated: int) -> None:
         """Continue in this generation from the state after `step`, though steps up to `made` were committed.
 
         `checkpoint`: its name; None if a worker still held that state, or if it is the initial one.
         """
-        self.generation = self.base + generation
+        self._generation = self.number(generation)
         self._incidents.forgot(made - step)
         self._commits = Commits(["nobody yet"], first_step=step + 1)
         self._gathered.clear()
@@ -309,7 +331,7 @@ class Journal:
         `repartitioned`: `parallel.partition` is for more stages. `optimizer_bytes`, `slices`: see
         `roster.seated`.
         """
-        self.generation = self.base + view.generation
+        self._generation = self.number(view.generation)
         self._waiting = ""
         self._bubble.formed(view)
         before, self._members = self._members, tuple(member.worker for member in view.members)
@@ -430,7 +452,7 @@ class Journal:
         self._last_writes.write(over, self._newest)
 
     def _draw(self, step: int, drawing: Drawing) -> None:
-        title = f"step {step + 1}, generation {self.generation}"
+        title = f"step {step + 1}, generation {self._generation}"
 
         def draw() -> None:
             self.check_fence()
@@ -476,7 +498,7 @@ class Journal:
     def _enter(self, record: StepRecord) -> None:
         """Enter a step into the ledger. Raises `RunError` if the run's folder is gone, or another controller's."""
         try:
-            self._outlets.enter(self.generation, record)
+            self._outlets.enter(self._generation, record)
         except FolderGone:
             # This check reports where the folder is.
             self.check_fence()
@@ -489,4 +511,4 @@ class Journal:
         self._tell("recovered", **asdict(recovery))
 
     def _tell(self, kind: str, time_s: float | None = None, /, **fields: Any) -> None:
-        self._outlets.tell(kind, self.generation, time_s, fields)
+        self._outlets.tell(kind, self._generation, time_s, fields)

@@ -42,8 +42,9 @@ class Losses:
             if worker.state == "in":
                 self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
         self._dismiss(name, vacate=vacate, withhold=withhold)
-        # If only this worker's share delayed the end, the run can end now.
-        self.hand_over.look()
+        if self.hand_over.over:
+            # If only this worker's share delayed the end, the run ends now, and nothing is computed again.
+            self.hand_over.look()
         self.machine.feed(e.Lost(name, cause, starved=cause == OUT_OF_MEMORY, fault=fault))
 
     def died(self, message: Died) -> None:

@@ -55,6 +55,11 @@ class Saving:
         """Return whether that checkpoint is or was in progress."""
         return (step, generation) in self._open or (step, generation) in self._over
 
+    def writer(self, told: Written) -> str | None:
+        """Return the worker that reports; None if that checkpoint is not in progress."""
+        found = self._open.get((told.step, told.generation))
+        return None if found is None else found.names[told.writer]
+
     def given_up(self, step: int, generation: int) -> bool:
         """Return whether that checkpoint was given up."""
         return self._over.get((step, generation), False)

@@ -104,7 +104,8 @@ class RunProgress:
         if kind == "saving":
             text = saving_text(event["step"], event["written"], event["total"], event["per_s"])
             self.waiting = f"the storage: {text}"
-            return text
+            # Most runs are saved before anybody asks.
+            return text if event["total"] else None
         if kind == "recovered":
             return self._recovered(event)
         if kind == "run_finished":
@@ -294,11 +295,15 @@ def saving_text(step: int, written: int, total: int, per_s: float | None) -> str
     'saving the state after step 31: 120.0 of 270.0 MB written, 12.0 MB/s, 0:12 left'
     >>> saving_text(30, 0, 270_000_000, None)
     'saving the state after step 31: 0.0 of 270.0 MB written'
+    >>> saving_text(30, 0, 0, None)
+    'saving the state after step 31'
     >>> saving_text(30, 2_000, 270_000_000, 1e3)
     'saving the state after step 31: 0.0 of 270.0 MB written'
     >>> saving_text(30, 270_000_000, 270_000_000, 12e6)
     'saving the state after step 31: 270.0 of 270.0 MB written; completing the checkpoint'
     """
+    if not total:
+        return f"saving the state {after_step(step)}"
     line = f"saving the state {after_step(step)}: {written / 1e6:,.1f} of {total / 1e6:,.1f} MB written"
     if written >= total:
         return f"{line}; completing the checkpoint"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -147,14 +147,20 @@ def commit(run: Folder, manifest: m.Manifest) -> None:
 def survey(run: Folder, resumptions: Iterable[tuple[int, int]] = ()) -> list[Found]:
     """List every checkpoint in a run's folder, newest first, with the reason if it is unusable. Hashes no files.
 
-    `resumptions`: (generation, step) of each resumption.
+    One that lacks tensors that others have is unusable. `resumptions`: (generation, step) of each resumption.
     """
     # A killed writer may have left nothing but unfinished files.
     files = {**run.files(m.FOLDER), **run.unfinished(m.FOLDER)}
     names = {name for file in files if (name := _name(file)) is not None}
     past = list(resumptions)
     found = [_found(run, name, files, past) for name in names]
+    lacking = m.lacks([one.manifest for one in found if one.manifest is not None])
+    found = [_incomplete(one, lacking[one.name]) if one.name in lacking else one for one in found]
     return sorted(found, key=lambda one: (one.generation, one.step), reverse=True)
+
+
+def _incomplete(found: Found, lacking: str) -> Found:
+    return replace(found, manifest=None, why=f"incomplete: {lacking}", damaged=True)
 
 
 def _name(file: str) -> str | None:

@@ -92,6 +92,14 @@ def model_state(holding: Holding) -> dict[str, torch.Tensor]:
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
 
+def listed_weights(holding: Holding) -> dict[str, bool]:
+    """Return the names of the parameters, and whether the optimizer has a state of each."""
+    names = {id(value): weight_of(name) for name, value in holding.parameters}
+    optimized = holding.optimizer.state if holding.optimizer is not None else {}
+    stateful = {names[id(value)] for value, state in optimized.items() if state}
+    return {weight_of(name): weight_of(name) in stateful for name, _ in holding.weights}
+
+
 def rows_held(named: Sequence[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
     """Yield the parameters without those that stand for no row of their weight."""
     return ((name, value) for name, value in named if parse_rows(name)[1:] != (0, 0))

@@ -135,7 +135,8 @@ class Manifest:
     stall_s: float
     """Seconds for which the copy delayed the training."""
     tree: Any
-    """The values that are not tensors: see `state.holding`."""
+    """The values that are not tensors: see `state.holding`. `weights` has the name of each parameter, and whether the
+    optimizer has a state of it; missing in older versions."""
     files: tuple[File, ...]
     tensors: Mapping[str, StoredTensor]
 
@@ -262,6 +263,21 @@ def _fault(manifest: Manifest, name: str) -> str:
             at = piece.last
         if at != rows:
             return f"the pieces of {tensor_name} end at row {at} of {rows}"
+    return _lacking(manifest)
+
+
+def _lacking(manifest: Manifest) -> str:
+    """Name a parameter that the checkpoint lacks, or whose optimizer state it lacks; empty if there is none."""
+    tree = manifest.tree if isinstance(manifest.tree, Mapping) else {}
+    weights, values = tree.get("weights", {}), tree.get("optimizer", {})
+    if not isinstance(weights, Mapping) or not isinstance(values, Mapping):
+        return "its parameters are not listed by name"
+    optimized = {name.split("/", 2)[1] for name in manifest.tensors if name.startswith("optim/")}
+    for name, has_state in weights.items():
+        if f"param/{name}" not in manifest.tensors:
+            return f"it lacks {name}"
+        if has_state and name not in optimized and not values.get(name):
+            return f"it lacks the optimizer's state of {name}"
     return ""
 
 
@@ -314,6 +330,21 @@ def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:
     at = parse_name(name)
     assert at is not None, name
     return any(at[1] < generation and at[0] > step for generation, step in resumptions)
+
+
+def lacks(found: Sequence[Manifest]) -> dict[str, str]:
+    """Describe which checkpoints of a run lack parameters that others have: name -> what each lacks.
+
+    An older version could call a checkpoint complete although a stage of the model was missing.
+    """
+    models = {one.name: {tensor for tensor in one.tensors if tensor.startswith("param/")} for one in found}
+    whole = set[str]().union(*models.values())
+    said = {}
+    for name, model in models.items():
+        if missing := sorted(map(_short, whole - model)):
+            others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            said[name] = f"it lacks {len(missing)} of {len(whole)} parameters: {', '.join(missing[:3])}{others}"
+    return said
 
 
 def mismatch(stored: Mapping[str, StoredTensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:

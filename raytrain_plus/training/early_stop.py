@@ -1,4 +1,4 @@
-"""Decide when a run ends because its held-out metric no longer improves. Pure.
+"""Judge the evaluations of a run: which state is the best, and whether the run ends because none improves. Pure.
 
 The decision is a function of the evaluations that count, in the order of their steps: every worker makes it at the same
 boundary, and the controller makes it again from the run's events.
@@ -7,10 +7,13 @@ boundary, and the controller makes it again from the run's events.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytrain_plus.job.settings import EarlyStop
+from raytrain_plus.job.settings import EarlyStop, KeepBest
+
+Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,7 @@ class Verdict:
     """The step after which the run ends; None while it may improve."""
 
 
-def verdict(rule: EarlyStop, evaluated: Mapping[int, Mapping[str, float]]) -> Verdict:
+def verdict(rule: EarlyStop | KeepBest, evaluated: Mapping[int, Metrics]) -> Verdict:
     """Return the verdict on evaluations: step -> metrics. The untrained state, of step -1, does not count.
 
     >>> rule = EarlyStop(metric="loss", patience=2)
@@ -32,6 +35,7 @@ def verdict(rule: EarlyStop, evaluated: Mapping[int, Mapping[str, float]]) -> Ve
     Verdict(best=19, over=39)
     """
     sign = 1 if rule.mode == "min" else -1
+    patience = rule.patience if isinstance(rule, EarlyStop) else math.inf
     best: tuple[float, int] | None = None
     worse = 0
     for step in sorted(step for step in evaluated if step >= 0):
@@ -40,33 +44,45 @@ def verdict(rule: EarlyStop, evaluated: Mapping[int, Mapping[str, float]]) -> Ve
             best, worse = (value, step), 0
         else:
             worse += 1
-        if worse >= rule.patience:
+        if worse >= patience:
             return Verdict(None if best is None else best[1], step)
     return Verdict(None if best is None else best[1], None)
 
 
-class Stopping:
-    """The evaluations of a run, as a worker follows them; without a rule the run never ends early."""
+class Evaluations:
+    """The evaluations up to a worker's state, judged; without a rule no state is the best, and the run never ends."""
 
-    def __init__(self, rule: EarlyStop | None, evaluated: Mapping[int, Mapping[str, float]]) -> None:
+    def __init__(self, rule: EarlyStop | KeepBest | None, known: Mapping[int, Metrics]) -> None:
+        """Begin before any step.
+
+        `known`: the metrics of the evaluations that were reported, by step. Steps that are computed again are among
+        them: their evaluations count once the state has reached them.
+        """
         self._rule = rule
-        self._evaluated = dict(evaluated)
-        self._verdict = self._found()
+        self._ahead = deque(sorted(known.items()))
+        self._evaluated: dict[int, Metrics] = {}
+        self._verdict = Verdict(None, None)
 
-    def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add the evaluation of the state after `step`; no metrics: it was not evaluated."""
+    def reach(self, step: int, metrics: Metrics) -> None:
+        """Follow the state to the one after `step`; `metrics`: of the evaluation made there, if one was."""
+        before = len(self._evaluated)
+        while self._ahead and self._ahead[0][0] <= step:
+            at, known = self._ahead.popleft()
+            self._evaluated[at] = known
         if metrics:
             self._evaluated[step] = metrics
-            self._verdict = self._found()
+        if self._rule is not None and len(self._evaluated) > before:
+            self._verdict = verdict(self._rule, self._evaluated)
+
+    def metrics(self, step: int) -> Metrics:
+        """Return the metrics of the state after `step`; empty if it was not evaluated."""
+        return self._evaluated.get(step, {})
 
     @property
     def over(self) -> bool:
         """Whether the run ends now."""
         return self._verdict.over is not None
 
-    def keeps(self, step: int) -> bool:
+    def is_best(self, step: int) -> bool:
         """Return whether the state after `step` is the best so far, which must be saved."""
-        return step in self._evaluated and self._verdict.best == step
-
-    def _found(self) -> Verdict:
-        return Verdict(None, None) if self._rule is None else verdict(self._rule, self._evaluated)
+        return self._verdict.best == step

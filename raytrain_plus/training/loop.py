@@ -19,7 +19,7 @@ from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Stopping
+from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.metric_sums import ShardBatches
@@ -83,7 +83,10 @@ class CheckpointWriter(Protocol):
     """The writer of checkpoints."""
 
     def busy(self) -> bool:
-        """Return whether this worker still writes its share of an earlier checkpoint."""
+        """Return whether an earlier checkpoint is in progress."""
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until no checkpoint is in progress; `check` is called meanwhile, and may raise."""
 
     def check(self) -> None:
         """Raise `TrainingError` if a state that was to be saved is not finite."""
@@ -145,7 +148,7 @@ def train(
     end: int,
     evaluation: Evaluation | None,
     evaluated: int,
-    stopping: Stopping,
+    evaluations: Evaluations,
     timeouts: StepTimeouts,
     saving: CheckpointWriter,
     copying: Copying,
@@ -154,12 +157,15 @@ def train(
     peers: Ways | None = None,
     profiling: Profiling = not_profiled,
     incomplete: bool = False,
+    saved: bool = False,
 ) -> Ended:
     """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
 
     `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
     after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
-    `stopping` has those, and ends the training early: all members know the same metrics, so they end together.
+    `evaluations` has those, and ends the training early: all members know the same metrics, so they end together.
+    `saved`: a complete checkpoint has the state before `first_step` with its metrics; otherwise it is saved first if it
+    is the best so far.
     `peers`: the world of this model replica, if it has several workers. `profiling` opens around steps, and returns the
     context to make them in. `incomplete`: some member lacks weights that others changed in the step before
     `first_step`.
@@ -176,12 +182,13 @@ def train(
         end=end,
         evaluation=evaluation,
         evaluated=evaluated,
-        stopping=stopping,
+        evaluations=evaluations,
         timeouts=timeouts,
         saving=saving,
         copying=copying,
         tell=tell,
         profiling=profiling,
+        saved=saved,
     )
     if incomplete:
         steps.complete(training.context)
@@ -224,20 +231,24 @@ class _Training:
     end: int
     evaluation: Evaluation | None
     evaluated: int
-    stopping: Stopping
+    evaluations: Evaluations
     timeouts: StepTimeouts
     saving: CheckpointWriter
     copying: Copying
     tell: Callable[[StepRecord | Evaluated], None]
     profiling: Profiling
+    saved: bool
 
     def run(self, first_step: int) -> Ended:
         """Do what is due before `first_step`, and make the steps from it on."""
-        steps, context, control, stopping = self.steps, self.context, self.context.control, self.stopping
+        steps, context, control, evaluations = self.steps, self.context, self.context.control, self.evaluations
         self.copy(first_step - 1, self.copying.ready())
-        stopping.add(first_step - 1, self.evaluate(first_step - 1))
+        evaluations.reach(first_step - 1, self.evaluate(first_step - 1))
+        if not self.saved and not self.ends_after(first_step - 1) and evaluations.is_best(first_step - 1):
+            # Evaluated here, or a writer of its checkpoint was lost.
+            self.keep(first_step - 1)
         step, spread_s, noticed = first_step, 0.0, tuple[Remark, ...]()
-        while step < self.end and not stopping.over:
+        while step < self.end and not evaluations.over:
             limit_s = self.timeouts.first_step_s if step == first_step else self.timeouts.step_s
             together = range(step, last_together(step, self.end, steps.every, self.evaluation, self.saving) + 1)
             with self.profiling(together, context) as watched:
@@ -257,15 +268,18 @@ class _Training:
             step, flags = together[-1], applied[-1].flags
             noticed = self.switch.made(step, flags, seconds / len(together))
             self.copy(step, not flags.uncopied)
-            metrics = self.evaluate(step)
-            stopping.add(step, metrics)
-            if step + 1 < self.end and not stopping.over:
+            evaluations.reach(step, self.evaluate(step))
+            if not self.ends_after(step):
                 # The final state is saved when the run ends.
-                self.save(step, metrics, flags, must=stopping.keeps(step))
+                self.save(step, flags)
                 if flags.pause:
                     return self.left("paused")
             step += 1
         return self.left("finished")
+
+    def ends_after(self, step: int) -> bool:
+        """Return whether no step follows this one."""
+        return step + 1 >= self.end or self.evaluations.over
 
     def left(self, why: Ended) -> Ended:
         """Return why the training ends, once nobody needs this member's part of the last sums any more."""
@@ -296,22 +310,40 @@ class _Training:
         self.tell(Evaluated(step=step, metrics=metrics))
         return metrics
 
-    def save(self, step: int, metrics: Mapping[str, float], flags: Flags, *, must: bool) -> None:
-        """Save the state after `step` if a checkpoint is due or requested.
-
-        `must`: it waits for an earlier checkpoint, because no later state can take its place.
-        """
-        control = self.context.control
+    def save(self, step: int, flags: Flags) -> None:
+        """Save the state after `step` if a checkpoint is due or requested."""
+        control, metrics = self.context.control, self.evaluations.metrics(step)
         self.saving.check()
         if not (flags.save or self.saving.due(step, bool(metrics))):
             return
-        if flags.busy and not must:
+        if self.evaluations.is_best(step):
+            self.keep(step)
+        elif flags.busy:
             # All members have seen `busy`, and none begins: retry at the next boundary, or the one after.
             control.save(control.generation)
-            return
+        else:
+            control.clear_save_request()
+            control.enter("saving")
+            self.saving.copy(step, metrics)
+
+    def keep(self, step: int) -> None:
+        """Save the state after `step`, the best so far, and wait until it is saved: no later state can take its place.
+
+        So a member that is lost meanwhile takes nothing with it: the others hold that state, and save it again.
+        """
+        control = self.context.control
+
+        def check() -> None:
+            control.check()
+            # The writer limits the wait, not `elastic.hang_timeout_s`.
+            control.enter("saving")
+
+        self.saving.check()
+        self.saving.wait(check)
         control.clear_save_request()
         control.enter("saving")
-        self.saving.copy(step, metrics)
+        self.saving.copy(step, self.evaluations.metrics(step))
+        self.saving.wait(check)
 
 
 @dataclass(slots=True)

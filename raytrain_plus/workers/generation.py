@@ -26,7 +26,7 @@ from raytrain_plus.parallel.pipeline.transport import Peers
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.early_stop import Stopping
+from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
@@ -313,7 +313,7 @@ class Generation:
             end=prepared.plan.steps,
             evaluation=feeds.evaluation(assignment.layers.stage),
             evaluated=assignment.evaluated,
-            stopping=Stopping(job.early_stop, assignment.history),
+            evaluations=Evaluations(job.best, assignment.history),
             timeouts=StepTimeouts(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),
@@ -324,6 +324,7 @@ class Generation:
             peers=peers,
             profiling=not_profiled if self._profiling is None else self._profiling.during,
             incomplete=assignment.incomplete,
+            saved=assignment.saved,
         )
 
     def _tell(self, record: StepRecord | Evaluated) -> None:

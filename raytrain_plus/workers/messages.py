@@ -217,7 +217,9 @@ class Assignment:
     incomplete: bool = False
     """Whether some member may lack weights that others have changed in the step before the first."""
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    """The metrics of all reported evaluations that count, by step, if they can end the run (`early_stop`)."""
+    """The metrics of all reported evaluations that count, by step, if the best of them matters (`Job.best`)."""
+    saved: bool = False
+    """Whether a complete checkpoint has the state before the first step, with the metric that decides the best."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,6 +273,8 @@ class Written:
     share: Share | None
     tree: Any
     """The part of the state that is not tensors, of the layers and slices that no writer before has."""
+    weights: Mapping[str, bool] = field(default_factory=dict)
+    """The parameters that this worker holds, and whether the optimizer has a state of each, whoever writes them."""
     metrics: Mapping[str, float]
     """The evaluation metrics of exactly this state."""
     time: float

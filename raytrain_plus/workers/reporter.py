@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from raytrain_plus.errors import RunError
 from raytrain_plus.workers.messages import Written
 
 log = logging.getLogger(__name__)
@@ -37,10 +38,15 @@ class Reporter:
         self._kept: list[Any] = []
         self._wake = threading.Event()
         self._ending = False
+        self._error: Exception | None = None
+        """What ended the thread, if anything did."""
         self._thread = threading.Thread(target=self._run, name="reporter", daemon=True)
 
     def tell(self, record: Any) -> None:
-        """Enqueue one record; never blocks."""
+        """Enqueue one record; never blocks. Raises `RunError` if records are not sent any more."""
+        if self._error is not None:
+            what = f"{type(self._error).__name__}: {self._error}"
+            raise RunError(f"steps can no longer be reported: {what}; please report this") from self._error
         self._queue.put(record)
 
     def soon(self) -> None:
@@ -85,6 +91,11 @@ class Reporter:
             except RayError:
                 # Sent again with later records; duplicates change nothing in the controller.
                 log.warning("a report did not reach the controller; trying again", exc_info=True)
+            except Exception as error:
+                # The training thread raises it at the next boundary.
+                log.exception("a report cannot be sent")
+                self._error = error
+                return
 
 
 def tell_written(controller: Any, written: Written) -> None:

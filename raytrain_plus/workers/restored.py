@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from raytrain_plus.errors import CheckpointError, DamagedError, StorageError
@@ -11,7 +11,7 @@ from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.finite import as_tensors, not_finite
 from raytrain_plus.state.holding import class_differences, model_state, rows_held
-from raytrain_plus.state.manifest import FOLDER, Manifest, mismatch
+from raytrain_plus.state.manifest import FOLDER, Manifest, StoredTensor, mismatch
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.rows import is_sharded, parse_rows, renamed, whole_name
 from raytrain_plus.state.stages import all_but, own_tensors, own_tree
@@ -32,6 +32,8 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
     state, run = prepared.own.part(layers), prepared.run_folder()
     stored = own_tensors(manifest.tensors, all_but(layers.others))
     differing = mismatch(stored, _whole_model(state)) or class_differences(manifest.tree, state.holding())
+    if differing and (lacking := _only_lacks(manifest, stored, state)):
+        raise DamagedError(lacking, where=f"{run.where}/{FOLDER}/{manifest.name}.json")
     if differing:
         rest = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise CheckpointError(
@@ -51,6 +53,20 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
         # Older versions wrote such checkpoints.
         raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
     state.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
+
+
+def _only_lacks(manifest: Manifest, stored: Mapping[str, StoredTensor], state: TrainState) -> str:
+    """Describe what a checkpoint of an older version lacks, if that is its only fault; empty otherwise.
+
+    Such a version could call a checkpoint complete although a stage was missing. This one lists all parameters.
+    """
+    built = _whole_model(state)
+    missing = sorted(built.keys() - stored.keys())
+    alike = {name: built[name] for name in built if name in stored}
+    if "weights" in manifest.tree or not missing or mismatch(stored, alike):
+        return ""
+    names = ", ".join(name.partition("/")[2] for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
+    return f"it lacks {len(missing)} of {len(built)} tensors of the task's model ({names}), unless the model is another"
 
 
 def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:

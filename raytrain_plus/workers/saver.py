@@ -16,7 +16,7 @@ from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.checkpoint import Copy, write_share
 from raytrain_plus.state.finite import check_finite, tensor_of
 from raytrain_plus.state.held import HeldRows
-from raytrain_plus.state.holding import Holding
+from raytrain_plus.state.holding import Holding, listed_weights
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.manifest import Share, name_of
 from raytrain_plus.storage.claimed import Claimed
@@ -29,6 +29,8 @@ STILL_S = 300.0
 """Seconds without progress after which a share is given up."""
 LOOK_S = 1.0
 """Seconds between two looks at an earlier share that the last one of a run waits for."""
+CHECK_S = 0.01
+"""Seconds between two checks while training waits for a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Saver:
         self._late: Callable[[], None] | None = None
         self._open: tuple[int, int] | None = None
         """Step and generation of the checkpoint whose end has not been reported yet."""
+        self._settled = threading.Event()
         self._part: Part | None = None
         self._unfit: TrainingError | None = None
         self.copied = -1
@@ -89,6 +92,7 @@ class Saver:
         """Record that a checkpoint is complete, or will never be."""
         if self._open == (step, generation):
             self._open = None
+            self._settled.set()
 
     def busy(self) -> bool:
         """Return whether an earlier checkpoint is in progress.
@@ -104,6 +108,12 @@ class Saver:
             self._late = None
             self._threads.submit(late)
         return True
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until no checkpoint is in progress; `check` is called meanwhile, and may raise."""
+        while self.busy():
+            check()
+            self._settled.wait(CHECK_S)
 
     def writing(self) -> tuple[int, int] | None:
         """Return how many bytes of the share being written the storage has taken, and of how many; None without one."""
@@ -123,7 +133,7 @@ class Saver:
         """Copy this worker's share of the state after `step`, with those metrics, and write it in the background."""
         part = self._part
         assert part is not None
-        # During training, no step comes here before an earlier share is written.
+        # During training, no state comes here before an earlier share is written.
         while not self._free.wait(LOOK_S):
             if time.monotonic() - self._progress > STILL_S:
                 raise WaitExpired(f"of an earlier checkpoint nothing was written for {STILL_S:g} s")
@@ -132,8 +142,10 @@ class Saver:
         rows = part.of.rows
         written = None if rows is None or self._held_rows is None else self._held_rows(rows)
         copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of, written)
+        weights = listed_weights(holding)
         stall_s = time.monotonic() - start
         self._free.clear()
+        self._settled.clear()
         self._open = step, part.of.generation
         self.copied = step
 
@@ -145,6 +157,7 @@ class Saver:
                 writers=part.of.writers,
                 share=share,
                 tree=part.of.own_tree(tree),
+                weights=weights,
                 metrics=dict(metrics),
                 time=began,
                 stall_s=stall_s,
@@ -173,6 +186,8 @@ class Saver:
         outages: list[Outage] = []
 
         def failed(error: OSError) -> None:
+            # The next attempt begins at the first byte.
+            self._taken = 0
             # The newest failure reports how much is free now.
             outages[:] = [outage_of(error, run, sum(copy.data.nbytes for copy in copies))]
 

@@ -40,7 +40,7 @@ from raytrain_plus.membership.view import host_shards
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.early_stop import Stopping
+from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import StepTimeouts, train
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.thread_control import Control
@@ -159,7 +159,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
             end=sample_order.steps,
             evaluation=None,
             evaluated=-2,
-            stopping=Stopping(None, {}),
+            evaluations=Evaluations(None, {}),
             timeouts=StepTimeouts(step_s=60, first_step_s=60, wait_s=60),
             saving=Saver(LocalFolder(Path(folder)), state.holding, None, best=False),
             copying=Copier("alone", state.holding, 1),

@@ -77,12 +77,15 @@ class Kept:
 
     def __init__(self, folder: Path) -> None:
         self.run = LocalFolder(folder)
+        self.base = 5
         self.told: list[Any] = []
         self.inbox: queue.SimpleQueue[Published] = queue.SimpleQueue()
         self.time = FakeTime()
         self.journal = SimpleNamespace(
             committed=9,
-            base=5,
+            begin_number=self.begin_number,
+            on_our_clock=lambda worker, time: time + (worker == "a") * 100,
+            saving=lambda step, written, total, per_s: None,
             settle=lambda: None,
             check_fence=lambda: None,
             outages=Outages(),
@@ -107,6 +110,10 @@ class Kept:
         partitions = Partitions(job_of(), roster, size_table(job_of()))
         self.machine = machine
         self.it = Checkpoints(run, order, journal, publisher, loop, machine, partitions, FakeHost(), self.time.clock)
+
+    def begin_number(self, generation: int) -> int:
+        self.base += 1
+        return self.base + generation
 
     def write(self, step: int, number: int, writers: int = 2, error: str = "") -> list[Written]:
         """Write the shares, and return each writer's report."""

@@ -24,7 +24,7 @@ from raytrain_plus.collective.world import OneWay, World
 from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Stopping
+from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.header import Flags, ShardReport, decode, either, encode
 from raytrain_plus.training.loop import LEFT, StepTimeouts, train
 from raytrain_plus.training.rider import from_digits, to_digits
@@ -146,7 +146,7 @@ class Member:
             end=self.seat.end,
             evaluation=None,
             evaluated=-2,
-            stopping=Stopping(None, {}),
+            evaluations=Evaluations(None, {}),
             timeouts=StepTimeouts(step_s=1.0, first_step_s=1.0, wait_s=1.0),
             saving=_Idle(),
             # Shares a slot of the header with the flag of those that form.

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from raytrain_plus import EarlyStop
-from raytrain_plus.training.early_stop import Stopping, Verdict, verdict
+from raytrain_plus import EarlyStop, KeepBest
+from raytrain_plus.training.early_stop import Evaluations, Verdict, verdict
 
 
 def decided(*values: float, patience: int = 2, mode: str = "min") -> Verdict:
@@ -53,23 +53,41 @@ def test_neither_the_untrained_state_nor_a_missing_metric_is_an_improvement() ->
 
 def test_a_worker_that_joins_later_decides_as_the_others() -> None:
     rule = EarlyStop(metric="m", patience=2)
-    first = Stopping(rule, {})
-    first.add(9, {"m": 1.0})
-    assert (first.keeps(9), first.over) == (True, False)
-    first.add(10, {})
-    assert not first.keeps(10)
-    later = Stopping(rule, {9: {"m": 1.0}})
+    first = Evaluations(rule, {})
+    first.reach(9, {"m": 1.0})
+    assert (first.is_best(9), first.over) == (True, False)
+    first.reach(10, {})
+    assert not first.is_best(10)
+    later = Evaluations(rule, {9: {"m": 1.0}})
     for one in (first, later):
-        one.add(19, {"m": 2.0})
-        assert (one.keeps(19), one.over) == (False, False)
-        one.add(29, {"m": 2.0})
+        one.reach(19, {"m": 2.0})
+        assert (one.is_best(19), one.over) == (False, False)
+        one.reach(29, {"m": 2.0})
         assert one.over
-    assert Stopping(rule, {9: {"m": 1.0}, 19: {"m": 2.0}, 29: {"m": 2.0}}).over
+
+
+def test_evaluations_of_steps_that_are_computed_again_count_when_the_state_reaches_them() -> None:
+    known = {9: {"m": 2.0}, 19: {"m": 1.0}, 29: {"m": 3.0}, 39: {"m": 3.0}}
+    again = Evaluations(EarlyStop(metric="m", patience=2), known)
+    again.reach(14, {})
+    assert (again.is_best(9), again.over, again.metrics(19)) == (True, False, {})
+    for step in (19, 29, 38):
+        again.reach(step, {})
+        assert (again.is_best(19), again.over, again.metrics(19)) == (True, False, {"m": 1.0})
+    again.reach(39, {})
+    assert again.over
+
+
+def test_the_best_state_is_known_without_patience_too() -> None:
+    kept = Evaluations(KeepBest(metric="m", mode="max"), {9: {"m": 1.0}})
+    for step in range(9, 99, 10):
+        kept.reach(step, {"m": 1.0 + (step == 29)})
+        assert (kept.is_best(step), kept.over) == (step in (9, 29), False)
 
 
 def test_without_a_rule_nothing_ends() -> None:
-    endless = Stopping(None, {})
+    endless = Evaluations(None, {})
     for step in range(9):
-        endless.add(step, {"m": 1.0})
+        endless.reach(step, {"m": 1.0})
     assert not endless.over
-    assert not endless.keeps(0)
+    assert not endless.is_best(0)

@@ -13,7 +13,7 @@ from raytrain_plus.collective.world import World
 from raytrain_plus.data.microbatches import Microbatch, StepBatches
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Stopping
+from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Evaluation, StepTimeouts, last_together, train
 from raytrain_plus.training.thread_control import Control
 
@@ -145,7 +145,7 @@ def trained(
         end=6,
         evaluation=None,
         evaluated=-2,
-        stopping=Stopping(None, {}),
+        evaluations=Evaluations(None, {}),
         timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
         saving=saves,
         copying=Copies(done, **given),
