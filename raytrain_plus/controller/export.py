@@ -27,7 +27,7 @@ from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Donor
-from raytrain_plus.membership.pieces import Piece
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.state.checkpoint import chunked
@@ -278,23 +278,25 @@ class ModelHandOver:
         self._ends_kept = ENDS_KEPT
         self._unread = {name for name, _ in leads}
         workers = self.machine.group.workers
+        owned = {name: workers[name].owned for name, stage in leads if workers[name].stage == stage}
         for name, stage in leads:
+            self.machine.feed(e.Overwritten(name))
             self.loop.ask(
                 name,
                 "restore",
                 manifest,
                 self.partitions.layers(stage),
                 # One that has a copy of another stage reads all of that.
-                workers[name].owned if workers[name].stage == stage else None,
-                then=partial(self._has_read, leads, (name, stage), manifest.step),
+                owned.get(name),
+                then=partial(self._has_read, leads, (name, stage), manifest.step, owned.get(name)),
                 failed=partial(self._not_shown, leads, manifest.step),
                 errors=(DamagedError, StorageError),
             )
 
-    def _has_read(self, leads: tuple[Donor, ...], reader: Donor, step: int, _: object) -> None:
+    def _has_read(self, leads: tuple[Donor, ...], reader: Donor, step: int, owned: Pieces | None, _: object) -> None:
         name, stage = reader
         self._unread.discard(name)
-        self.machine.feed(e.Ready(name, step, stage, self.machine.group.workers[name].owned))
+        self.machine.feed(e.Ready(name, step, stage, owned))
         if self._provide(leads, step) and not self._unread:
             self.exporter.export(leads, step)
 

@@ -163,6 +163,13 @@ class Unreadable:
 
 
 @dataclass(frozen=True, slots=True)
+class Overwritten:
+    """A worker that provides the model reads the best state in place of the last one, which it holds no more."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Copied:
     """The state after `step` is in memory twice: each stage has a copy beside its owner's own."""
 
@@ -209,6 +216,7 @@ Event = (
     | Handed
     | Saved
     | Unreadable
+    | Overwritten
     | Copied
     | CopyMissing
     | Fitted

@@ -510,6 +510,11 @@ def _ready_train(group: Group, event: e.Ready) -> Outcome:
     return _review(group)
 
 
+def _overwritten(group: Group, event: e.Overwritten) -> Outcome:
+    # A state read without a stage does not count: see `_ready`.
+    return with_worker(group, event.worker, state="restoring", holds=None, stage=None, owned=None), []
+
+
 def _joined(group: Group, event: e.Joined) -> Outcome:
     if group.workers[event.worker].state != "in":
         return group, []
@@ -880,8 +885,8 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_L, e.Late): Rule(_late_leave, (_L, _J, _G, _C, _E)),
     (_L, e.Stuck): Rule(_nothing, (_L,)),
     (_L, e.Handed): Rule(_nothing, (_L,)),
-    (_C, e.Up): Rule(_nothing, (_C,)),
-    (_C, e.Ready): Rule(_nothing, (_C,)),
+    (_C, e.Up): Rule(_up, (_C,)),
+    (_C, e.Ready): Rule(_ready, (_C,)),
     (_C, e.Joined): Rule(_nothing, (_C,)),
     (_C, e.Committed): Rule(_committed, (_C,)),
     (_C, e.Left): Rule(_nothing, (_C,)),
@@ -897,6 +902,8 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     **{(phase, e.Copied): Rule(_copied, (phase,)) for phase in (_J, _T, _P, _L)},
     **{(phase, e.Copied): Rule(_nothing, (phase,)) for phase in (_G, _C)},
     **{(phase, e.CopyMissing): Rule(_copy_missing, (phase,)) for phase in (_G, _J, _T, _P, _L, _C)},
+    (_C, e.Overwritten): Rule(_overwritten, (_C,)),
+    **{(phase, e.Overwritten): Rule(_nothing, (phase,)) for phase in (_G, _J, _T, _P, _L)},
     (_G, e.Fitted): Rule(_fitted, (_G,)),
     **{(phase, e.Fitted): Rule(_nothing, (phase,)) for phase in (_J, _T, _P, _L, _C)},
     **{(phase, e.Unreadable): Rule(_unreadable, (phase,)) for phase in (_J, _T, _P, _L, _C)},

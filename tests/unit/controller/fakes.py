@@ -24,6 +24,7 @@ from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import size_table
+from raytrain_plus.runs.history import Past
 from raytrain_plus.training.records import StepRecord
 from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
 
@@ -217,7 +218,7 @@ def index_of(rows: int) -> Index:
     )
 
 
-def order_of(job: Job, folder: Path) -> Order:
+def order_of(job: Job, folder: Path, past: Past | None = None) -> Order:
     plan = Plan(
         job=job,
         pickled_task=None,
@@ -232,9 +233,9 @@ def order_of(job: Job, folder: Path) -> Order:
         plan=plan,
         sizes=size_table(job),
         fresh=False,
-        past=None,
+        past=past,
         task_modules={},
-        job_yaml="name: x\n",
+        job_yaml=job.to_yaml(),
         versions={},
     )
 
@@ -242,9 +243,12 @@ def order_of(job: Job, folder: Path) -> Order:
 class Run:
     """A run whose workers do what a test says, and everything that the controller has told."""
 
-    def __init__(self, folder: Path, job: Job, **changes: Any) -> None:
-        """Begin a run of this job; `changes`: other limits than those of the job."""
-        order, workers = order_of(job, folder), job.workers
+    def __init__(self, folder: Path, job: Job, past: Past | None = None, **changes: Any) -> None:
+        """Prepare a run of this job, which `begin` begins.
+
+        `past`: what it resumes from; `changes`: other limits than those of the job.
+        """
+        order, workers = order_of(job, folder, past), job.workers
         limits = {
             "sizes": order.sizes,
             "spares": workers.spares,
@@ -264,6 +268,9 @@ class Run:
             host=FakeHost(),
             clock=self.time.clock,
         )
+
+    def begin(self) -> None:
+        """Start the first workers."""
         self.engine.begin(None)
         self.turn()
 

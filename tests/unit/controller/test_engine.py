@@ -53,6 +53,7 @@ def started(tmp_path: Path) -> Iterator[Started]:
         # The first world waits for nobody else.
         job = job_of(**{"maximum": max(1, len(names)), **settings})
         runs.append(Run(tmp_path / "run", job, expected=len(names)))
+        runs[-1].begin()
         runs[-1].train(*names)
         return runs[-1]
 
@@ -194,6 +195,7 @@ def test_a_worker_that_starts_on_a_draining_node_is_not_counted_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path / "run", job_of(maximum=2))
+    run.begin()
     run.put(Draining({"n": None}))
     assert caplog.messages == ["node n will leave; it hosts no worker of this run"]
     assert "drain_notice" not in run.kinds()
@@ -593,6 +595,7 @@ def test_a_newcomer_that_fails_is_lost(started: Started, heard: str, cause: str)
 
 def test_what_only_a_worker_can_see_ends_a_run_before_it_begins(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(maximum=1))
+    run.begin()
     run.workers.answer(A, "location", WorkerLocation(worker=A, pid=1, node="n", address="127.0.0.1"))
     run.turn()
     run.workers.answer(A, "prepare", InputError("no such file", where="args"))
@@ -604,6 +607,7 @@ def test_what_only_a_worker_can_see_ends_a_run_before_it_begins(tmp_path: Path) 
 
 def test_workers_with_different_gpus_are_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(minimum=2))
+    run.begin()
     run.prepare(A, gpu="NVIDIA H100 80GB HBM3")
     with pytest.raises(InputError, match=f"the GPU of {B} is NVIDIA L4, but that of {A} is NVIDIA H100 80GB HBM3"):
         run.prepare(B, gpu="NVIDIA L4")
@@ -613,6 +617,7 @@ def test_workers_with_different_gpus_are_refused(tmp_path: Path) -> None:
 
 def test_a_later_worker_with_another_gpu_is_replaced(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(), expected=1)
+    run.begin()
     run.prepare(A, gpu="NVIDIA L4")
     run.join(A)
     run.prepare(B, gpu="NVIDIA T4")
@@ -624,6 +629,7 @@ def test_a_later_worker_with_another_gpu_is_replaced(tmp_path: Path) -> None:
 def test_different_models_of_the_accelerator_that_a_job_names_train_together(tmp_path: Path) -> None:
     job = job_of()
     run = Run(tmp_path / "run", replace(job, workers=replace(job.workers, accelerator="A100")))
+    run.begin()
     run.prepare(A, gpu="NVIDIA A100-SXM4-40GB")
     run.prepare(B, gpu="NVIDIA A100-SXM4-80GB")
     run.join(A, B)
@@ -632,6 +638,7 @@ def test_different_models_of_the_accelerator_that_a_job_names_train_together(tmp
 
 def test_later_workers_of_a_node_get_what_its_first_worker_saw_of_the_data(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(spares=2))
+    run.begin()
     seen = [{"data": (Sight(size=1, modified_ns=at, changed_ns=at, inode=1),)} for at in (1, 2, 3)]
     nodes = ["one", "two", "one", "one"]
     for number, (node, sights) in enumerate(zip(nodes, [*seen, {}], strict=True)):
@@ -646,6 +653,7 @@ LAYERS = (Layer("front", 1.0, 60), Layer("back", 1.0, 50))
 
 def test_partitions_that_do_not_fit_the_first_workers_are_not_used(tmp_path: Path) -> None:
     run = Run(tmp_path / "run", job_of(maximum=2, parallel=Parallel(pipeline=2)))
+    run.begin()
     limits = run.engine.machine.group.limits
     assert (limits.sizes.stage_counts, limits.sizes.fewest) == ((2, 1), 1)
     run.prepare(A, room=80, layers=LAYERS)

@@ -158,6 +158,7 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Notice): (C, [], {"a.leaving": True}),
     (C, e.Late): (E, ["End"], {}),
     (C, e.Handed): (E, ["End"], {}),
+    (C, e.Overwritten): (C, [], {"a.state": "restoring", "a.holds": None, "a.stage": None}),
     **{(phase, e.Rescale): (phase, [], {**FEWER, "b.leaving": True, "b.unwanted": True}) for phase in (J, P, L)},
     **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
     **{(phase, e.CopyMissing): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
@@ -176,19 +177,19 @@ def test_every_phase_has_a_rule_for_every_event(phase: Phase, kind: type[Any]) -
 
 
 OUTSIDE: dict[tuple[type[Any], str], dict[Phase, Seen]] = {
-    (e.Up, "coming"): {phase: (phase, [], {"new.state": "up"}) for phase in (G, J, T, P, L)},
+    (e.Up, "coming"): {phase: (phase, [], {"new.state": "up"}) for phase in (G, J, T, P, L, C)},
     (e.Ready, "up"): {
         G: (G, ["Wait"], {"new.state": "idle", "new.holds": -1}),
         T: (T, ["WarmUp"], {"new.state": "warming_up"}),
-        **{phase: (phase, [], {"new.state": "idle", "new.holds": -1}) for phase in (J, P, L)},
+        **{phase: (phase, [], {"new.state": "idle", "new.holds": -1}) for phase in (J, P, L, C)},
     },
     (e.Ready, "warming_up"): {
         G: (G, ["Wait"], {"new.state": "idle"}),
-        **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L)},
+        **{phase: (phase, [], {"new.state": "idle"}) for phase in (J, T, P, L, C)},
     },
     (e.Ready, "restoring"): {
         G: (G, ["Wait"], {"new.state": "idle", "new.holds": 1}),
-        **{phase: (phase, [], {"new.state": "idle", "new.holds": 1}) for phase in (J, T, P, L)},
+        **{phase: (phase, [], {"new.state": "idle", "new.holds": 1}) for phase in (J, T, P, L, C)},
     },
     (e.Unreadable, "restoring"): {
         G: (G, ["Wait"], {"new.state": "idle", "new.stage": None}),

@@ -1,0 +1,854 @@
+"""Runs in which anything may happen at any moment, until they have ended: saving, evaluating, stopping, handing over.
+
+The controller is the real one, without Ray (`fakes.Run`), and so are the checkpoints in its folder. Its threads work
+when their turn comes. A worker runs the real loop of training, replayed from the history of what has happened to it
+(as in `membership.switching`): a sum that is complete, a request, a share that is written. Its state is numbers that
+tell the step; what others may lose is what its process holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from raytrain_plus.collective.solo import SoloWorld
+from raytrain_plus.controller.formation import Formed
+from raytrain_plus.controller.members import Reported
+from raytrain_plus.data.audit_record import read_record
+from raytrain_plus.data.microbatches import StepBatches
+from raytrain_plus.errors import Interrupted, WorkerLost
+from raytrain_plus.job.settings import EarlyStop, Job
+from raytrain_plus.membership import events as e
+from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.result import Result
+from raytrain_plus.runs.history import load_history
+from raytrain_plus.runs.status import status
+from raytrain_plus.state.checkpoint import Copy, read_tensors, survey, write_share
+from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.held import HeldTensor
+from raytrain_plus.state.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest
+from raytrain_plus.state.named import entry_of
+from raytrain_plus.state.rows import OF_ROWS
+from raytrain_plus.state.shares import share_of
+from raytrain_plus.state.stages import REST, all_but, layer_of, own_tensors, own_tree
+from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.task import Task
+from raytrain_plus.training.applied import Applied
+from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.early_stop import Evaluations, verdict
+from raytrain_plus.training.header import Flags, either
+from raytrain_plus.training.loop import Evaluation, StepTimeouts, train
+from raytrain_plus.training.metric_sums import MetricSums
+from raytrain_plus.training.records import Activity, StepRecord
+from raytrain_plus.training.thread_control import Control
+from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, ShareOf, WorkerLocation, Written
+from raytrain_plus.workers.messages import PreparedReport as Ready
+from tests.unit.controller.fakes import NOTES, SHARDS, FakeTime, Run
+
+ROWS = 4
+METRIC = "m"
+MOST = 3_000
+"""The most moves of a run."""
+
+Entries = tuple[Any, ...]
+
+
+class Accused(AssertionError):
+    """A run ended otherwise than it should have, or its folder says what is not true."""
+
+
+class Waits(BaseException):
+    """The history ends: the worker waits. No error, which the code under test might handle."""
+
+    def __init__(self, what: str, step: int = -1, flags: Flags | None = None) -> None:
+        super().__init__(what)
+        self.what, self.step, self.flags = what, step, flags
+
+
+class LaterThread:
+    """Stands for an executor of one thread: what is submitted runs when its turn comes."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, act: Callable[..., None], *arguments: Any) -> None:
+        self.waiting.append(lambda: act(*arguments))
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self.waiting.clear()
+
+
+class SimulatedTask(Task):
+    """A task without a summary."""
+
+
+# The state, which tells its step
+
+
+def whole_state(step: int, layers: Sequence[Layer], slices: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of the whole state after `step`."""
+    units = [f"{layer.name}@{number}" for layer in layers for number in range(slices) if layer.sliced_bytes]
+    weights = [f"{unit}.w" for unit in (*(layer.name for layer in layers), *units)] or ["w"]
+    tensors = {f"param/{name}": torch.full((ROWS, 2), float(step)) for name in weights}
+    tensors |= {f"optim/{name}/m": torch.full((ROWS, 2), float(step)) for name in weights}
+    return tensors | {"scheduler/t": torch.tensor(float(step), dtype=torch.float64)}
+
+
+def weights_in(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    return [name.removeprefix("param/") for name in tensors if name.startswith("param/")]
+
+
+def written_rows(name: str, rows: Pieces) -> list[Piece]:
+    """Return the rows that a writer writes of a tensor, of the rows of weights that it writes."""
+    weight = name.split("/")[1]
+    return [Piece(name, first, last) for held, first, last in rows if held == OF_ROWS + weight]
+
+
+def copies_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> list[Copy]:
+    """Return what a writer writes of the tensors that it holds, as `state.hostcopy` does."""
+    by_rows = [name for name in tensors if share.rows is not None and name.startswith(("param/", "optim/"))]
+    shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items() if name not in by_rows}
+    pieces = share_of(share.writer, shapes, lambda name: share.holders_of(layer_of(name) or REST))
+    pieces += [piece for name in by_rows for piece in written_rows(name, share.rows or Pieces())]
+    found = []
+    for piece in pieces:
+        value = tensors[piece.name]
+        rows = value[piece.first : piece.last] if value.dim() else value
+        data = np.frombuffer(rows.numpy().tobytes(), np.uint8)
+        found.append(Copy(piece, str(value.dtype).removeprefix("torch."), tuple(value.shape), data))
+    return found
+
+
+def tree_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> Any:
+    names = weights_in(tensors)
+    rest = {"scheduler": None, "scales": {}, "persistent": [], "classes": None, "counts": {}, "rules": {}}
+    tree = {"optimizer": {name: {} for name in names}, "groups": [{"parameters": names, "settings": {}}], **rest}
+    return share.own_tree(tree)
+
+
+# A worker
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A share of a checkpoint that is copied, and not written yet."""
+
+    step: int
+    share: ShareOf
+    metrics: Mapping[str, float]
+    layers: Layers
+
+
+@dataclass
+class Part:
+    """A worker's part in a generation."""
+
+    assignment: Assignment
+    open_before: tuple[int, int] | None
+    """The checkpoint that it knows to be in progress when the generation begins."""
+    free_before: bool
+    history: list[Entries] = field(default_factory=list)
+    takes: tuple[str, ...] | None = None
+    """The workers that provide the state that it lacks; None before they are named."""
+    joined: bool = False
+    before: tuple[int | None, Stage | None, Pieces | None] | None = None
+    """What it held before it took another stage; until the first step it may go back to that."""
+    reported: int = 0
+    left: bool = False
+
+
+class Member:
+    """A worker in a generation while its history is replayed; also its stand-ins for what it trains with."""
+
+    begun, every = -1, 1
+
+    def __init__(self, part: Part, job: Job, steps: int, metric: Callable[[int], float], copies: Sequence[int]) -> None:
+        self.part, self.job, self.metric = part, job, metric
+        self.control = Control()
+        self.control.begin(part.assignment.generation)
+        self.applied = part.assignment.first_step - 1
+        self.records: list[Any] = []
+        self.shares: list[tuple[int, Mapping[str, float]]] = []
+        self.copied: list[int] = []
+        self.open, self.free = part.open_before, part.free_before
+        self.saved = -1
+        self._steps = steps
+        self._copies = list(copies)
+        self._history = list(part.history)
+        self.heard = len(part.history)
+        """How many entries of its history it has heard."""
+        self.state: Any = SimpleNamespace(
+            train=lambda on=True: None,
+            restore_buffers=lambda: None,
+            averaged=lambda context: contextlib.nullcontext(),
+            task=object.__new__(SimulatedTask),
+        )
+        self.passes: Any = SimpleNamespace(bars=(), metric_sums=self._metric_sums)
+        self.waits: Waits | None = None
+        self.why = ""
+
+    def run(self) -> None:
+        """Replay; then either `waits` says what it waits for, or `why` says why it has come out."""
+        assignment, job = self.part.assignment, self.job
+        evaluation = None if job.evaluate is None else Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: ())
+        try:
+            self.why = train(
+                self,
+                self,
+                SoloWorld(),
+                hosted=range(SHARDS),
+                shards=SHARDS,
+                first_step=assignment.first_step,
+                end=self._steps,
+                evaluation=evaluation,
+                evaluated=assignment.evaluated,
+                evaluations=Evaluations(job.best, assignment.history),
+                timeouts=StepTimeouts(step_s=1.0, first_step_s=1.0, wait_s=1.0),
+                saving=_Writer(self),
+                copying=_Copier(self),
+                tell=self.records.append,
+                control=self.control,
+                saved=assignment.saved,
+            )
+        except Waits as waits:
+            self.waits = waits
+        except Interrupted:
+            self.why = "interrupted"
+
+    # The history
+
+    def take(self, what: str, step: int = -1, flags: Flags | None = None) -> Any:
+        """Return what came of a wait, after what happened meanwhile."""
+        while True:
+            entry = self.next(what, step, flags)
+            if entry[0] == what:
+                return entry[1]
+
+    def next(self, what: str, step: int = -1, flags: Flags | None = None) -> Entries:
+        """Return what happened next."""
+        self.control.check()
+        if not self._history:
+            raise Waits(what, step, flags)
+        entry = self._history.pop(0)
+        if entry[0] == "pause":
+            self.control.pause(self.control.generation)
+        elif entry[0] == "save":
+            self.control.save(self.control.generation)
+        elif entry[0] == "interrupt":
+            self.control.interrupt(self.control.generation)
+        elif entry[0] == "settled" and self.open == entry[1]:
+            self.open = None
+        elif entry[0] == "wrote":
+            self.free = True
+        self.control.check()
+        return entry
+
+    # As the source of its batches, and as its steps
+
+    def get(self, step: int, timeout_s: float, check: Callable[[], None]) -> StepBatches:
+        return StepBatches({}, 0.0)
+
+    def more(self) -> None:
+        """There is nothing to prepare."""
+
+    def make(self, steps: range, batches: Callable[[int], Any], context: StepContext) -> list[Applied]:
+        [step] = steps
+        flags = self.take("step", step, context.flags())
+        self.applied = step
+        return [Applied(rows=8, loss=1.0, flags=flags, notes=NOTES, grad_norm=1.0, reduce_s=0.0)]
+
+    def complete(self, context: StepContext) -> None:
+        """Nothing is sharded here."""
+
+    def _metric_sums(self, batches: Any, hosted: Any, context: Any) -> MetricSums:
+        value = self.metric(self.take("evaluation", self.applied))
+        sums = MetricSums()
+        for shard in range(SHARDS):
+            sums.add(shard, 1, {METRIC: value})
+        return sums
+
+
+class _Writer:
+    """The part of `workers.saver.Saver` that the loop of training meets."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def busy(self) -> bool:
+        return not self._member.free or self._member.open is not None
+
+    def wait(self, check: Callable[[], None]) -> None:
+        while self.busy():
+            check()
+            self._member.next("checkpoint")
+
+    def check(self) -> None:
+        """Every state is finite."""
+
+    def due(self, step: int, evaluated: bool) -> bool:
+        every = self._member.job.checkpoint.every_steps
+        return (every is not None and (step + 1) % every == 0) or (self._member.job.best is not None and evaluated)
+
+    def copy(self, step: int, metrics: Mapping[str, float]) -> None:
+        member = self._member
+        assert step == member.applied, "the state that is saved is the one that is held"
+        assert member.free, "no share is copied over one that is being written"
+        member.free, member.open = False, (step, member.part.assignment.share.generation)
+        member.saved = step
+        member.shares.append((step, dict(metrics)))
+
+
+class _Copier:
+    """The part of `workers.copier.Copier` that the loop of training meets."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self._next = -1
+
+    def ready(self) -> bool:
+        return self._member.part.assignment.copies
+
+    def due(self, step: int) -> bool:
+        return step >= max(self._next, 0)
+
+    def copy(self, step: int, check: Callable[[], None]) -> None:
+        self._next = step + self._member.job.elastic.copy_every
+        self._member.copied.append(step)
+
+
+@dataclass
+class Process:
+    """A worker's process, as it really is."""
+
+    holds: int | None = None
+    stage: Stage | None = None
+    owned: Pieces | None = None
+    part: Part | None = None
+    member: Member | None = None
+    """The last replay of that part."""
+    open: tuple[int, int] | None = None
+    free: bool = True
+    calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    """What its training thread is to do, oldest first."""
+    writes: list[Shared] = field(default_factory=list)
+    copies: dict[tuple[int, Stage], int] = field(default_factory=dict)
+    """Step and stage of the copies in its memory, its own and others', and the generation that made each."""
+    sends: list[int] = field(default_factory=list)
+    """The steps of its own copies that its buddy does not have yet."""
+    buddy: str | None = None
+
+
+# A run
+
+
+class Ends(Run):
+    """A run that is drawn by chance, move by move, to its end."""
+
+    def __init__(self, folder: Path, job: Job, draw: Random, metric: Callable[[int], float], *, deaths: int, stops: int,
+                 layers: Sequence[Layer] = (), rows: bool = False) -> None:  # fmt: skip
+        """Begin or resume the run in this folder. `metric`: the held-out metric of each step's state."""
+        self.draw, self.metric, self.deaths, self.stops = draw, metric, deaths, stops
+        self.job, self.layers, self.rows = job, layers, rows
+        self.processes: dict[str, Process] = {}
+        self.heard = 0
+        self.sums: dict[tuple[int, str, int], Any] = {}
+        """What a sum of the current generation came to, for members that have not received it."""
+        self.trace: list[str] = []
+        self.checked = set[str]()
+        self.run = LocalFolder(folder)
+        super().__init__(folder, job, load_history(self.run) if folder.exists() else None)
+        self.publisher, self.exporter = LaterThread(), LaterThread()
+        engine: Any = self.engine
+        engine._checkpoints._publisher._thread = self.publisher
+        engine._exporter._thread = self.exporter
+        self.workers.exports = self._export
+        self.begin()
+
+    # What the controller asks
+
+    def hear(self) -> None:
+        """Hand the controller's calls to the workers."""
+        while self.heard < len(self.workers.calls):
+            worker, method, arguments = self.workers.calls[self.heard]
+            self.heard += 1
+            if worker not in self.workers:
+                continue
+            process = self.processes.setdefault(worker, Process())
+            part = process.part
+            own = part is not None and bool(arguments) and arguments[0] == part.assignment.generation
+            if method in ("take", "interrupt", "pause", "save") and part is not None and own:
+                self.tell(part, method, arguments)
+            if method == "interrupt":
+                self.workers.answer(worker, method, Activity(doing="leaving", since_s=0.0, limit_s=99.0))
+            elif method == "settled":
+                if part is not None:
+                    part.history.append((method, arguments))
+                if process.open == arguments:
+                    process.open = None
+            elif method == "copied":
+                generation, step = arguments
+                kept = {at: made for at, made in process.copies.items() if (made, at[0]) >= (generation, step)}
+                process.copies = kept
+            elif method == "copy_to":
+                process.buddy = None if arguments[1] is None else arguments[1].name
+            elif method == "writing":
+                self.workers.answer(worker, method)
+            elif method == "has_copy":
+                self.workers.answer(worker, method, self._has(process, *arguments))
+            elif method == "stand_aside":
+                self.workers.answer(worker, method)
+            elif method in ("serve", "keep", "restore", "show", "warm_up", "finish", "recall"):
+                process.calls.append((method, arguments))
+
+    def _has(self, process: Process, step: int, stage: Stage) -> bool:
+        return (process.holds, process.stage) == (step, stage) or (step, stage) in process.copies
+
+    def layers_of(self, stage: Stage) -> Layers:
+        engine: Any = self.engine
+        found: Layers = engine._arrivals.partitions.layers(stage)
+        return found
+
+    def held(self, step: int, stage: Stage) -> dict[str, torch.Tensor]:
+        """Return the tensors of a stage's state after `step`."""
+        whole = whole_state(step, self.layers, self.job.parallel.tensor)
+        return own_tensors(whole, all_but(self.layers_of(stage).others))
+
+    def _export(self, worker: str, method: str, arguments: tuple[Any, ...]) -> Any:
+        if worker in self.processes and self.deaths and self.draw.random() < 0.1:
+            self.kill(worker, turn=False)
+        if worker not in self.processes:
+            raise WorkerLost(f"{worker} died")
+        process, (step, stage) = self.processes[worker], arguments[:2]
+        if not self._has(process, step, stage):
+            raise Interrupted("it has no such state")
+        tensors = self.held(step, stage)
+        if method == "inventory":
+            # A copy is of a state with all its rows.
+            owned = process.owned if (process.holds, process.stage) == (step, stage) else None
+            return [entry for name, value in tensors.items() for entry in entries_of(name, value, owned)]
+        pieces: Sequence[Piece] = arguments[2]
+        found = []
+        for name, first, last in pieces:
+            value = tensors[name]
+            rows = value[first:last] if value.dim() else value
+            found.append(np.frombuffer(rows.numpy().tobytes(), np.uint8))
+        return found
+
+    # What may happen
+
+    def moves(self) -> Iterator[tuple[float, str, Callable[[], None]]]:
+        """Yield what may happen next: how likely it is, its name, and what it does."""
+        for name, process in self.processes.items():
+            part, member = process.part, process.member
+            if self.workers.owes(name, "location"):
+                yield 4.0, f"{name} arrives", partial(self.arrive, name)
+            able = process.free or (process.calls and process.calls[0][0] != "keep")
+            if process.calls and able and (part is None or part.left):
+                yield 4.0, f"{name} does {process.calls[0][0]}", partial(self.act, name)
+            for shared in process.writes[:1]:
+                yield 2.0, f"{name} writes step {shared.step}", partial(self.write, name)
+            for step in process.sends[:1]:
+                yield 2.0, f"{name} sends step {step}", partial(self.send, name)
+            if part is None or part.left:
+                continue
+            if not part.joined and self._can_join(part, process):
+                yield 4.0, f"{name} joins", partial(self.join_one, name)
+            if member is None:
+                continue
+            if part.reported < len(member.records):
+                yield 3.0, f"{name} reports", partial(self.report_all, name)
+            if member.why:
+                yield 4.0, f"{name} leaves: {member.why}", partial(self.leave_one, name)
+            elif member.waits is not None and (waited := self._sum_for(part, member)) is not None:
+                yield 4.0, f"{name} gets {waited}", partial(self.receive, name, waited)
+        if self._complete() is not None:
+            yield 4.0, "a sum is complete", self.complete_sum
+        if self.publisher.waiting:
+            yield 2.0, "the publisher works", lambda: self.publisher.waiting.pop(0)()
+        if self.exporter.waiting:
+            yield 2.0, "the exporter works", lambda: self.exporter.waiting.pop(0)()
+        if self.deaths:
+            for name in self.processes:
+                if not self.workers.owes(name, "location"):
+                    yield 0.15, f"{name} dies", partial(self.kill, name)
+        if self.stops and self.engine.machine.group.generation >= 0:
+            yield 0.1, "stop", self.stop
+
+    def stop(self) -> None:
+        self.stops -= 1
+        self.engine.loop.put(e.Stop())
+
+    def arrive(self, name: str) -> None:
+        ready: dict[str, Any] = {"layers": tuple(self.layers), "room": 1 << 20} if self.layers else {}
+        if self.rows:
+            weights = weights_in(whole_state(-1, self.layers, 1))
+            ready["rows"] = {weight: (ROWS, 8, 8) for weight in weights}
+        self.prepare(name, **ready)
+        self.processes[name].holds = -1
+
+    def kill(self, name: str, *, turn: bool = True) -> None:
+        self.deaths -= 1
+        self.trace.append(f"{name} dies")
+        del self.processes[name]
+        self.workers.die(name, "killed")
+
+    def act(self, name: str) -> None:
+        """Have a training thread do the next thing that it was asked."""
+        process = self.processes[name]
+        method, arguments = process.calls.pop(0)
+        if method == "serve":
+            assignment: Assignment = arguments[1]
+            process.part, process.member = Part(assignment, process.open, process.free), None
+            process.buddy = None if assignment.buddy is None else assignment.buddy.name
+            process.sends.clear()
+            self.hear_early(name, process.part)
+            return
+        answer: Any = None
+        if method == "keep":
+            assert process.holds is not None and process.stage is not None
+            process.free, process.open = False, (process.holds, arguments[1].generation)
+            process.writes.append(Shared(process.holds, arguments[1], {}, self.layers_of(process.stage)))
+        elif method == "restore":
+            manifest, layers, owned = arguments
+            process.holds, process.stage, process.owned = manifest.step, layers.stage, owned
+        elif method == "warm_up":
+            process.holds = process.stage = process.owned = None
+        elif method == "recall":
+            generation, step = arguments
+            assert process.stage is not None
+            if (step, process.stage) in process.copies:
+                process.holds, process.owned = step, None
+            answer = self.outcome(process, "interrupted")
+        elif method == "show":
+            answer = None
+        else:
+            raise AssertionError(method)
+        self.workers.answer(name, method, answer)
+
+    def hear_early(self, name: str, part: Part) -> None:
+        """Hand a worker what it was told of a generation before its part in it began."""
+        for worker, method, arguments in self.workers.calls[: self.heard]:
+            if worker == name and method in ("take", "interrupt", "pause", "save"):
+                if arguments[0] == part.assignment.generation:
+                    self.tell(part, method, arguments)
+
+    def tell(self, part: Part, method: str, arguments: tuple[Any, ...]) -> None:
+        """Tell a worker something of its part in the current generation."""
+        if method == "take":
+            part.takes = tuple(source.removeprefix("snapshot of ") for source in arguments[1])
+        else:
+            part.history.append((method,))
+
+    def outcome(self, process: Process, why: Any, member: Member | None = None, records: Sequence[Any] = ()) -> Outcome:
+        generation = -1 if process.part is None else process.part.assignment.generation
+        own = [step for (step, stage), made in process.copies.items() if (stage, made) == (process.stage, generation)]
+        return Outcome(
+            holds=process.holds,
+            why=why,
+            stage=process.stage,
+            owned=process.owned,
+            copy=max(own, default=None),
+            records=records,
+            copied=-1 if member is None else member.saved,
+            saved_as=-1 if process.part is None else process.part.assignment.share.generation,
+            state_sha256="ab" if why == "finished" else None,
+        )
+
+    def _can_join(self, part: Part, process: Process) -> bool:
+        if ("interrupt",) in part.history:
+            return True
+        lacks = part.assignment.lacks
+        if lacks in (None, "initial"):
+            return True
+        if part.takes is None:
+            return False
+        # Those that give wait for those that take, as long as they live.
+        return all(name in self.processes for name in part.takes)
+
+    def join_one(self, name: str) -> None:
+        """Have a worker take the state and join its world; or leave before, if it was told so."""
+        process = self.processes[name]
+        part = process.part
+        assert part is not None
+        if ("interrupt",) in part.history:
+            lacks, stage = part.assignment.lacks, part.assignment.layers.stage
+            if lacks == "initial" or (lacks == "newer" and process.stage != stage):
+                # What it holds makes room for what it is to hold.
+                process.holds = process.stage = process.owned = None
+            self._left(name, "interrupted")
+            return
+        assignment = part.assignment
+        stage = assignment.layers.stage
+        owned = assignment.owners[assignment.ring.rank] if assignment.owners else None
+        before = assignment.first_step - 1
+        if assignment.lacks is None:
+            if before >= 0:
+                assert (process.holds, process.stage) == (before, stage), "it was believed to have the state"
+        if assignment.lacks == "stage":
+            part.before = process.holds, process.stage, process.owned
+        process.holds, process.stage, process.owned = before, stage, owned
+        part.joined = True
+        self.engine.loop.put(Formed(name, assignment.generation, 0.1, 0))
+        self.replay(name)
+
+    def replay(self, name: str) -> None:
+        """Run a member's loop up to the end of its history."""
+        process = self.processes[name]
+        part = process.part
+        assert part is not None
+        before = process.member
+        member = Member(part, self.job, self.engine._order.plan.steps, self.metric, ())
+        member.run()
+        process.member = member
+        process.holds, process.open, process.free = member.applied, member.open, member.free
+        shares, copied = (0, 0) if before is None else (len(before.shares), len(before.copied))
+        layers = part.assignment.layers
+        process.writes += [Shared(step, part.assignment.share, found, layers) for step, found in member.shares[shares:]]
+        for step in member.copied[copied:]:
+            process.copies[step, layers.stage] = part.assignment.generation
+            process.sends.append(step)
+
+    def _sum_for(self, part: Part, member: Member) -> tuple[str, Any] | None:
+        """Return what ends a member's wait, if it is there."""
+        waits = member.waits
+        assert waits is not None
+        # What came since the last replay is heard first.
+        if len(part.history) > member.heard:
+            return "news", None
+        found = self.sums.get((part.assignment.generation, waits.what, waits.step))
+        return None if found is None else (waits.what, found)
+
+    def receive(self, name: str, waited: tuple[str, Any]) -> None:
+        part = self.processes[name].part
+        assert part is not None
+        if waited[0] != "news":
+            part.history.append(waited)
+        self.replay(name)
+
+    def _complete(self) -> tuple[int, str, int] | None:
+        """Return a sum of which all members have given their parts, if there is one that is not complete."""
+        view = self.engine.machine.group
+        parts = [self.processes[name] for name in view.seats if name in self.processes]
+        if len(parts) < len(view.seats) or not parts:
+            return None
+        waits = []
+        for process in parts:
+            part, member = process.part, process.member
+            if part is None or part.left or member is None or member.waits is None:
+                return None
+            if part.assignment.generation != view.generation or member.waits.what == "checkpoint":
+                return None
+            if view.shape.layout != (1, 1) and ("interrupt",) in part.history:
+                return None
+            waits.append((part.assignment.generation, member.waits.what, member.waits.step))
+        return waits[0] if len(set(waits)) == 1 and waits[0] not in self.sums else None
+
+    def complete_sum(self) -> None:
+        key = self._complete()
+        assert key is not None
+        members = [self.processes[name].member for name in self.engine.machine.group.seats]
+        flags = [member.waits.flags for member in members if member is not None and member.waits is not None]
+        raised = [one for one in flags if one is not None]
+        self.sums[key] = either(raised) if key[1] == "step" else key[2]
+        if self.engine.machine.group.shape.layout != (1, 1):
+            # In stages nobody applies a step before all have its sums, and can finish it.
+            for name in self.engine.machine.group.seats:
+                self.receive(name, (key[1], self.sums[key]))
+
+    def part_of(self, name: str) -> Part:
+        part = self.processes[name].part
+        assert part is not None
+        return part
+
+    def report_all(self, name: str) -> None:
+        process = self.processes[name]
+        assert process.member is not None
+        part = self.part_of(name)
+        records = self.on_our_clock(process.member.records[part.reported :])
+        part.reported = len(process.member.records)
+        self.engine.loop.put(Reported(name, part.assignment.generation, records))
+
+    def on_our_clock(self, records: Sequence[Any]) -> list[Any]:
+        """Return records as if they were made now, by the clock of this run."""
+        now = 1e9 + self.time.now
+        return [replace(one, time=now) if isinstance(one, StepRecord) else one for one in records]
+
+    def leave_one(self, name: str) -> None:
+        process = self.processes[name]
+        assert process.member is not None
+        self._left(name, process.member.why, process.member)
+
+    def _left(self, name: str, why: str, member: Member | None = None) -> None:
+        process, part = self.processes[name], self.part_of(name)
+        part.left = True
+        process.sends.clear()
+        if part.before is not None and (member is None or member.applied < part.assignment.first_step):
+            held = part.before[1]
+            assert held is not None and process.stage is not None
+            if process.stage.of > held.of or process.stage.ranks > held.ranks or process.owned is not None:
+                process.holds, process.stage, process.owned = part.before
+        records = [] if member is None else self.on_our_clock(member.records[part.reported :])
+        self.workers.answer(name, "serve", self.outcome(process, why, member, records))
+
+    def send(self, name: str) -> None:
+        """Have a copy of a worker's state arrive at its buddy."""
+        process = self.processes[name]
+        step, part = process.sends.pop(0), self.part_of(name)
+        stage, generation = part.assignment.layers.stage, part.assignment.generation
+        if process.buddy is not None:
+            if process.buddy not in self.processes:
+                process.sends.insert(0, step)
+                self.engine.turn(0)
+                return
+            self.processes[process.buddy].copies[step, stage] = generation
+        sent = Sent(worker=name, buddy=process.buddy or "", generation=generation, step=step, bytes=1, stall_s=0.0)
+        self.engine.loop.put(sent)
+
+    def write(self, name: str) -> None:
+        """Have a share written and reported."""
+        process = self.processes[name]
+        shared = process.writes.pop(0)
+        share = shared.share
+        tensors = own_tensors(
+            whole_state(shared.step, self.layers, self.job.parallel.tensor), all_but(shared.layers.others)
+        )
+        written = write_share(
+            self.run, name_of(shared.step, share.generation), share.writer, share.writers, copies_of(tensors, share)
+        )
+        if process.part is not None and not process.part.left:
+            process.part.history.append(("wrote",))
+        process.free = True
+        self.engine.loop.put(
+            Written(
+                step=shared.step,
+                generation=share.generation,
+                writer=share.writer,
+                writers=share.writers,
+                share=written,
+                tree=tree_of(tensors, share),
+                weights=dict.fromkeys(weights_in(tensors), True),
+                metrics=shared.metrics,
+                time=1e9 + self.time.now,
+                stall_s=0.0,
+                error="",
+            )
+        )
+
+    # The walk
+
+    def walk(self) -> Result:
+        """Let things happen until the run has ended, and check what it leaves."""
+        for _ in range(MOST):
+            self.hear()
+            if self.engine.closing is not None:
+                break
+            ways = list(self.moves())
+            if ways:
+                _, what, act = self.draw.choices(ways, [weight for weight, _, _ in ways])[0]
+                self.trace.append(what)
+                act()
+                self.turn(0.01)
+            else:
+                self.trace.append("time passes")
+                self.turn(1.0)
+            self.check_manifests()
+        else:
+            raise Accused(f"a run of {MOST} moves that does not end")
+        assert self.engine.closing is not None
+        result = self.engine.closing.result
+        self.engine.close()
+        self.check_manifests()
+        return result
+
+    def manifests(self) -> list[Manifest]:
+        files = [name for name in self.run.files(FOLDER) if name.endswith(".json")]
+        return [parse_manifest(self.run.read(file), Path(file).stem) for file in files]
+
+    def check_manifests(self) -> None:
+        """Check that every checkpoint that there is has the whole state of its step."""
+        for manifest in self.manifests():
+            if manifest.name in self.checked:
+                continue
+            self.checked.add(manifest.name)
+            expected = whole_state(manifest.step, self.layers, self.job.parallel.tensor)
+            found = read_tensors(self.run, manifest, dict.fromkeys(manifest.tensors))
+            if found.keys() != expected.keys():
+                raise Accused(f"checkpoint {manifest.name} lacks {sorted(expected.keys() - found.keys())}")
+            for name, (_, _, data) in found.items():
+                if data.tobytes() != expected[name].numpy().tobytes():
+                    raise Accused(f"{name} in {manifest.name} is of another step")
+
+    def check_end(self, result: Result, expected: Expected) -> None:
+        """Check that a run ended where it should, and that its folder says so."""
+        told = status(self.run)
+        if told.incomplete_from is not None or told.state != result.status:
+            raise Accused(f"the record is called incomplete: {told.lines()}")
+        record = read_record(self.run)
+        for manifest in self.manifests():
+            if record.lacks(manifest.step, manifest.generation):
+                raise Accused(f"the audit accuses the run: {manifest.name}, of generation {record.generation}")
+        if result.status == "stopped":
+            kept = result.saved_step is not None and result.saved_step + 1 == result.steps
+            if not kept and result.unsaved is None and result.steps:
+                raise Accused("a stopped run lost its state without a word")
+            return
+        if (result.status, result.error) != ("finished", None):
+            raise Accused(f"the run {result.status}: {result.error}")
+        ended = (result.steps, result.stopped_early is not None, result.model_step)
+        if ended != (expected.steps, expected.early, expected.model):
+            raise Accused(f"the run ended with {ended}, not {expected}")
+        exported = safetensors.torch.load_file(Path(result.path) / "model.safetensors")
+        if any(bool((value != float(expected.model)).any()) for value in exported.values()):
+            raise Accused("the exported model is of another step")
+        last = any(one.step == expected.steps - 1 for one in self.manifests())
+        said = any(event["kind"] == "checkpoint_failed" or event["kind"] == "noted" for event in self.events)
+        if not last and not said:
+            raise Accused("the last state was not saved, without a word")
+        if expected.best is None or (expected.best == expected.steps - 1 and not last):
+            return
+        best = best_of([one.manifest for one in survey(self.run) if one.manifest is not None])
+        if best is None or best.step != expected.best:
+            raise Accused(f"the best state is that of step {expected.best}; saved: {best and best.step}")
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """How an undisturbed run ends."""
+
+    steps: int
+    early: bool
+    model: int
+    best: int | None
+
+
+def expected_of(job: Job, steps: int, metric: Callable[[int], float]) -> Expected:
+    """Return how a run of that job should end."""
+    if job.best is None or job.evaluate is None:
+        return Expected(steps, False, steps - 1, None)
+    every = job.evaluate.every_steps
+    evaluated = [step for step in range(steps) if (step + 1) % every == 0 or step == steps - 1]
+    found = verdict(job.best, {step: {METRIC: metric(step)} for step in evaluated})
+    last = steps - 1 if found.over is None else found.over
+    model = found.best if isinstance(job.best, EarlyStop) and found.best is not None else last
+    return Expected(last + 1, found.over is not None, model, found.best)
+
+
+def entries_of(name: str, value: torch.Tensor, owned: Pieces | None) -> list[Entry]:
+    """Return the entries of what a worker has of a tensor."""
+    if owned is None or not name.startswith("optim/"):
+        return [entry_of(name, value)]
+    rows = written_rows(name, owned)
+    return [HeldTensor(name, value[first:last], first, last, ROWS).entry for _, first, last in rows]
