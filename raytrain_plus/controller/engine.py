@@ -85,7 +85,7 @@ class Engine:
         )  # fmt: skip
         self._hand_over = hand_over = ModelHandOver(
             loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock, partitions,
-            job.early_stop,
+            job.best,
         )  # fmt: skip
         losses = Losses(loop, machine, journal, roster, pulses, checkpoints, hand_over, clock)
         self._monitor = monitor = Monitor(

@@ -23,7 +23,7 @@ from raytrain_plus.controller.partitions import Partitions
 from raytrain_plus.controller.replication import Replication
 from raytrain_plus.controller.restoring import Restoring
 from raytrain_plus.errors import DamagedError, Interrupted, RaytrainError, RunError, StorageError, WorkerLost
-from raytrain_plus.job.settings import EarlyStop
+from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.mesh import Donor
@@ -172,7 +172,8 @@ class ModelHandOver:
     members: Members
     clock: Clock
     partitions: Partitions
-    early_stop: EarlyStop | None
+    best: EarlyStop | KeepBest | None
+    """The setting whose metric decides the best state."""
 
     def __post_init__(self) -> None:
         self.export: Export | None = None
@@ -208,10 +209,10 @@ class ModelHandOver:
     @property
     def stopped_early(self) -> str | None:
         """Why the run ends before its last step, in words; None if it does not."""
-        if self.early_stop is None or (found := verdict(self.early_stop, self.journal.history)).over is None:
+        if self.best is None or (found := verdict(self.best, self.journal.history)).over is None:
             return None
         since = "it was first evaluated" if found.best is None else f"step {found.best + 1}"
-        return f"{self.early_stop.metric} has not improved since {since}"
+        return f"{self.best.metric} has not improved since {since}"
 
     def begin(self, command: e.HandOver) -> None:
         """Export the model from these workers, and keep the state that the run ends with."""
@@ -223,7 +224,7 @@ class ModelHandOver:
             # Nobody holds what was committed, and nothing more will be computed.
             self.journal.begin_number(self.machine.group.generation)
             self.restoring.go_back_to(command.step, self.machine.group.generation)
-        best = None if self.early_stop is None else verdict(self.early_stop, self.journal.history).best
+        best = self._best if isinstance(self.best, EarlyStop) else None
         self._exports, self._waits = command.step, best is not None and best < command.step
         if not self._waits:
             self._export(command.donors, command.step)
@@ -266,10 +267,13 @@ class ModelHandOver:
     def _read_the_best(self) -> None:
         """Have the workers that hold the last state, which is saved, read the best one, and export that."""
         leads = self.machine.group.leads
-        best = verdict(self.early_stop, self.journal.history).best if self.early_stop is not None else None
+        best = self._best
         manifest = None if best is None else self.checkpoints.complete(best)
-        if manifest is None or self._step > self.checkpoints.durable:
+        # A run that is stopped may end with several stages on one worker, in copies: it can read only one of them.
+        alone = len({name for name, _ in leads}) < len(leads)
+        if manifest is None or self._step > self.checkpoints.durable or alone:
             why = "could not be saved" if manifest is None else "cannot be read while the last one is not saved"
+            why = "cannot be read by the workers that are left" if alone else why
             self.journal.note(f"the best state {why}: the model is the one after step {self._step + 1}")
             self._export(leads, self._step)
             return
@@ -326,9 +330,22 @@ class ModelHandOver:
         # The state that these workers alone hold is committed, now that the model is stored.
         self.journal.regroup(self.clock.unix(), [leads[0][0]], self._step, self.machine.group.generation)
 
+    @property
+    def _best(self) -> int | None:
+        """The step with the best value so far; None if there is none."""
+        return None if self.best is None else verdict(self.best, self.journal.history).best
+
+    @property
+    def _kept(self) -> bool:
+        """Whether a checkpoint has the state that the run ends with, with its metrics if it is the best."""
+        saved = self._step <= self.checkpoints.durable
+        if not saved or self.best is None or self._best != self._step:
+            return saved
+        return self.checkpoints.has(self._step, self.best.metric)
+
     def _keeps_the_end(self) -> bool:
         """Request a checkpoint of the state that the run ends with; return whether one is being made."""
-        if self._step <= self.checkpoints.durable or self._ends_kept == ENDS_KEPT or self.members.differ:
+        if self._kept or self._ends_kept == ENDS_KEPT or self.members.differ:
             return False
         self._ends_kept += 1
         return self.checkpoints.keep(self._step)

@@ -7,6 +7,8 @@ fault there cannot hide itself here.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -160,6 +162,7 @@ def audit(where: str | Path) -> Audit:
     # Read status and checkpoints before the ledger: the ledger of a live run then covers everything that they mention.
     status, made = _status(run, faults)
     saved = _checkpoints(run)
+    faults.add(*_find_incomplete(run))
     parts = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
     entries = read_entries(run, parts, faults)
     # Read after the ledger, for the same reason.
@@ -278,6 +281,26 @@ def _status(run: Folder, faults: Faults) -> tuple[str, int | None]:
 
 
 _CHECKPOINT = re.compile(r"checkpoints/(\d{12})-(\d{8})\.json")
+
+
+def _find_incomplete(run: Folder) -> list[str]:
+    """Describe the checkpoints that lack parameters which others have: an older version could write such ones."""
+    found: dict[str, set[str]] = {}
+    for file in filter(_CHECKPOINT.fullmatch, run.files("checkpoints")):
+        # One that is damaged, or was removed a moment ago, is no checkpoint.
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError):
+            names = json.loads(run.read(file))["tensors"].keys()
+            found[file] = {name.removeprefix("param/") for name in names if name.startswith("param/")}
+    whole = set[str]().union(*found.values())
+    said = []
+    for file, names in sorted(found.items()):
+        if missing := sorted(whole - names):
+            rest = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
+            said.append(
+                f"{file} is incomplete: it lacks {len(missing):,} of {len(whole):,} parameters: "
+                f"{', '.join(missing[:3])}{rest}"
+            )
+    return said
 
 
 def _checkpoints(run: Folder) -> npt.NDArray[Any]:

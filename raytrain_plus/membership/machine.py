@@ -372,7 +372,9 @@ def _close(group: Group) -> Outcome:
         group = replace(group, committed=best.step)
     if best.copied and not group.recalled and (able := recallable(group, best)):
         return _recall(group, best.step, able)
-    return replace(group, phase=Phase.CLOSE, leads=best.donors), [e.HandOver(best.donors, best.step)]
+    # A run that is stopped may end with an earlier state than the one that some member has finished with.
+    finished = group.finished and best.step == group.ended_at
+    return replace(group, phase=Phase.CLOSE, leads=best.donors, finished=finished), [e.HandOver(best.donors, best.step)]
 
 
 def _recall(group: Group, step: int, able: tuple[str, ...]) -> Outcome:

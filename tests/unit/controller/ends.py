@@ -38,11 +38,11 @@ from raytrain_plus.runs.status import status
 from raytrain_plus.state.checkpoint import Copy, read_tensors, survey, write_share
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.held import HeldTensor
-from raytrain_plus.state.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest
+from raytrain_plus.state.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest, void
 from raytrain_plus.state.named import entry_of
 from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.state.shares import share_of
-from raytrain_plus.state.stages import REST, all_but, layer_of, own_tensors, own_tree
+from raytrain_plus.state.stages import REST, all_but, layer_of, own_tensors
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
 from raytrain_plus.training.applied import Applied
@@ -53,9 +53,8 @@ from raytrain_plus.training.loop import Evaluation, StepTimeouts, train
 from raytrain_plus.training.metric_sums import MetricSums
 from raytrain_plus.training.records import Activity, StepRecord
 from raytrain_plus.training.thread_control import Control
-from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, ShareOf, WorkerLocation, Written
-from raytrain_plus.workers.messages import PreparedReport as Ready
-from tests.unit.controller.fakes import NOTES, SHARDS, FakeTime, Run
+from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, ShareOf, Written
+from tests.unit.controller.fakes import NOTES, SHARDS, Run
 
 ROWS = 4
 METRIC = "m"
@@ -134,8 +133,15 @@ def copies_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> list[Copy]
 
 def tree_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> Any:
     names = weights_in(tensors)
-    rest = {"scheduler": None, "scales": {}, "persistent": [], "classes": None, "counts": {}, "rules": {}}
-    tree = {"optimizer": {name: {} for name in names}, "groups": [{"parameters": names, "settings": {}}], **rest}
+    rest: dict[str, Any] = {
+        "scheduler": None,
+        "scales": {},
+        "persistent": [],
+        "classes": None,
+        "counts": {},
+        "rules": {},
+    }
+    tree: Any = {"optimizer": {name: {} for name in names}, "groups": [{"parameters": names, "settings": {}}], **rest}
     return share.own_tree(tree)
 
 
@@ -203,7 +209,9 @@ class Member:
     def run(self) -> None:
         """Replay; then either `waits` says what it waits for, or `why` says why it has come out."""
         assignment, job = self.part.assignment, self.job
-        evaluation = None if job.evaluate is None else Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: ())
+        evaluation = (
+            None if job.evaluate is None else Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: ())
+        )
         try:
             self.why = train(
                 self,
@@ -217,7 +225,7 @@ class Member:
                 evaluated=assignment.evaluated,
                 evaluations=Evaluations(job.best, assignment.history),
                 timeouts=StepTimeouts(step_s=1.0, first_step_s=1.0, wait_s=1.0),
-                saving=_Writer(self),
+                saving=Writer(self),
                 copying=_Copier(self),
                 tell=self.records.append,
                 control=self.control,
@@ -281,7 +289,7 @@ class Member:
         return sums
 
 
-class _Writer:
+class Writer:
     """The part of `workers.saver.Saver` that the loop of training meets."""
 
     def __init__(self, member: Member) -> None:
@@ -357,9 +365,22 @@ class Process:
 class Ends(Run):
     """A run that is drawn by chance, move by move, to its end."""
 
-    def __init__(self, folder: Path, job: Job, draw: Random, metric: Callable[[int], float], *, deaths: int, stops: int,
-                 layers: Sequence[Layer] = (), rows: bool = False) -> None:  # fmt: skip
-        """Begin or resume the run in this folder. `metric`: the held-out metric of each step's state."""
+    def __init__(
+        self,
+        folder: Path,
+        job: Job,
+        draw: Random,
+        metric: Callable[[int], float],
+        deaths: int,
+        stops: int,
+        layers: Sequence[Layer] = (),
+        rows: bool = False,
+    ) -> None:
+        """Begin or resume the run in this folder.
+
+        `metric`: the held-out metric of each step's state. `deaths`, `stops`: how often a worker may die, and the run
+        may be told to stop. `layers`: those of a model in stages or slices. `rows`: the optimizer's state is sharded.
+        """
         self.draw, self.metric, self.deaths, self.stops = draw, metric, deaths, stops
         self.job, self.layers, self.rows = job, layers, rows
         self.processes: dict[str, Process] = {}
@@ -367,6 +388,8 @@ class Ends(Run):
         self.sums: dict[tuple[int, str, int], Any] = {}
         """What a sum of the current generation came to, for members that have not received it."""
         self.trace: list[str] = []
+        self.deadly = draw.choice((0.05, 0.15, 0.5))
+        """How likely a worker is to die at any moment."""
         self.checked = set[str]()
         self.run = LocalFolder(folder)
         super().__init__(folder, job, load_history(self.run) if folder.exists() else None)
@@ -483,7 +506,7 @@ class Ends(Run):
         if self.deaths:
             for name in self.processes:
                 if not self.workers.owes(name, "location"):
-                    yield 0.15, f"{name} dies", partial(self.kill, name)
+                    yield self.deadly, f"{name} dies", partial(self.kill, name)
         if self.stops and self.engine.machine.group.generation >= 0:
             yield 0.1, "stop", self.stop
 
@@ -495,7 +518,7 @@ class Ends(Run):
         ready: dict[str, Any] = {"layers": tuple(self.layers), "room": 1 << 20} if self.layers else {}
         if self.rows:
             weights = weights_in(whole_state(-1, self.layers, 1))
-            ready["rows"] = {weight: (ROWS, 8, 8) for weight in weights}
+            ready["rows"] = dict.fromkeys(weights, (ROWS, 8, 8))
         self.prepare(name, **ready)
         self.processes[name].holds = -1
 
@@ -518,7 +541,8 @@ class Ends(Run):
             return
         answer: Any = None
         if method == "keep":
-            assert process.holds is not None and process.stage is not None
+            assert process.holds is not None
+            assert process.stage is not None
             process.free, process.open = False, (process.holds, arguments[1].generation)
             process.writes.append(Shared(process.holds, arguments[1], {}, self.layers_of(process.stage)))
         elif method == "restore":
@@ -527,7 +551,7 @@ class Ends(Run):
         elif method == "warm_up":
             process.holds = process.stage = process.owned = None
         elif method == "recall":
-            generation, step = arguments
+            _, step = arguments
             assert process.stage is not None
             if (step, process.stage) in process.copies:
                 process.holds, process.owned = step, None
@@ -541,9 +565,9 @@ class Ends(Run):
     def hear_early(self, name: str, part: Part) -> None:
         """Hand a worker what it was told of a generation before its part in it began."""
         for worker, method, arguments in self.workers.calls[: self.heard]:
-            if worker == name and method in ("take", "interrupt", "pause", "save"):
-                if arguments[0] == part.assignment.generation:
-                    self.tell(part, method, arguments)
+            told = worker == name and method in ("take", "interrupt", "pause", "save")
+            if told and arguments[0] == part.assignment.generation:
+                self.tell(part, method, arguments)
 
     def tell(self, part: Part, method: str, arguments: tuple[Any, ...]) -> None:
         """Tell a worker something of its part in the current generation."""
@@ -594,9 +618,8 @@ class Ends(Run):
         stage = assignment.layers.stage
         owned = assignment.owners[assignment.ring.rank] if assignment.owners else None
         before = assignment.first_step - 1
-        if assignment.lacks is None:
-            if before >= 0:
-                assert (process.holds, process.stage) == (before, stage), "it was believed to have the state"
+        if assignment.lacks is None and before >= 0:
+            assert (process.holds, process.stage) == (before, stage), "it was believed to have the state"
         if assignment.lacks == "stage":
             part.before = process.holds, process.stage, process.owned
         process.holds, process.stage, process.owned = before, stage, owned
@@ -697,7 +720,8 @@ class Ends(Run):
         process.sends.clear()
         if part.before is not None and (member is None or member.applied < part.assignment.first_step):
             held = part.before[1]
-            assert held is not None and process.stage is not None
+            assert held is not None
+            assert process.stage is not None
             if process.stage.of > held.of or process.stage.ranks > held.ranks or process.owned is not None:
                 process.holds, process.stage, process.owned = part.before
         records = [] if member is None else self.on_our_clock(member.records[part.reported :])
@@ -798,7 +822,7 @@ class Ends(Run):
             raise Accused(f"the record is called incomplete: {told.lines()}")
         record = read_record(self.run)
         for manifest in self.manifests():
-            if record.lacks(manifest.step, manifest.generation):
+            if not void(manifest.name, record.resumptions) and record.lacks(manifest.step, manifest.generation):
                 raise Accused(f"the audit accuses the run: {manifest.name}, of generation {record.generation}")
         if result.status == "stopped":
             kept = result.saved_step is not None and result.saved_step + 1 == result.steps
@@ -819,7 +843,7 @@ class Ends(Run):
             raise Accused("the last state was not saved, without a word")
         if expected.best is None or (expected.best == expected.steps - 1 and not last):
             return
-        best = best_of([one.manifest for one in survey(self.run) if one.manifest is not None])
+        best = best_of([one.manifest for one in survey(self.run, record.resumptions) if one.manifest is not None])
         if best is None or best.step != expected.best:
             raise Accused(f"the best state is that of step {expected.best}; saved: {best and best.step}")
 

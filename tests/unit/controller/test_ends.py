@@ -1,0 +1,182 @@
+"""However runs end, their checkpoints are whole, their best state is kept, and their folders say what is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+
+from raytrain_plus.controller import checkpointing
+from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.journal import Journal
+from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
+from raytrain_plus.membership import events, machine
+from raytrain_plus.membership.group import Phase
+from raytrain_plus.membership.machine import Rule
+from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.training.early_stop import Evaluations
+from tests.unit.controller.ends import METRIC, Accused, Ends, Writer, expected_of
+from tests.unit.controller.fakes import job_of
+
+LAYERS = tuple(Layer(name, 1.0, 64, parameters=8) for name in "ab")
+SLICED = tuple(Layer(name, 1.0, 64, parameters=8, sliced_bytes=32, sliced_parameters=4) for name in "ab")
+
+
+class Case(NamedTuple):
+    """A job, and what its workers say of its model."""
+
+    job: Job
+    layers: tuple[Layer, ...] = ()
+    rows: bool = False
+
+
+def case_of(draw: Random) -> Case:
+    """Draw a layout, when checkpoints are made, and what evaluations decide."""
+    one, two = Parallel(pipeline=2), Parallel(pipeline=2, schedule="gpipe")
+    divided = Parallel(sharded="optimizer", holders=draw.choice((1, 2)))
+    parallel, workers, layers = draw.choice(
+        (
+            (Parallel(), (1, draw.choice((1, 2))), ()),
+            (one, (draw.choice((1, 2)), 2), LAYERS),
+            (two, (2, 4), LAYERS),
+            (Parallel(tensor=2), (draw.choice((1, 2)), draw.choice((2, 4))), SLICED),
+            (divided, (draw.choice((1, 2)), 2), ()),
+        )
+    )
+    rule = draw.choice(("stop", "stop", "best", "best", "none"))
+    evaluated = rule != "none" or draw.random() < 0.3
+    best = KeepBest(metric=METRIC, mode=draw.choice(("min", "max"))) if rule == "best" else None
+    job = job_of(
+        *workers,
+        draw.choice((0, 0, 1)),
+        steps=draw.randrange(3, 10),
+        parallel=parallel,
+        evaluate=Evaluate(path="x", every_steps=draw.randrange(1, 4)) if evaluated else None,
+        early_stop=EarlyStop(metric=METRIC, patience=draw.randrange(1, 4)) if rule == "stop" else None,
+        checkpoint=Checkpoint(
+            every_steps=draw.choice((None, 1, 2, 3, 7)),
+            every_s=draw.choice((None, 0.05)),
+            keep=draw.choice((1, 2)),
+            keep_best=best,
+        ),
+        elastic=Elastic(copy_every=draw.choice((1, 2, 10))),
+    )
+    return Case(job, layers, parallel.sharded != "none")
+
+
+def run_to_its_end(folder: Path, seed: int) -> None:
+    """Run one case, resumed as often as it is stopped, until it has finished. Raises `Accused`."""
+    draw = Random(seed)
+    case = case_of(draw)
+    values = [float(draw.randrange(5)) for _ in range(20)]
+    expected = expected_of(case.job, case.job.steps or 0, values.__getitem__)
+    deaths, stops = draw.randrange(7), draw.choice((0, 1, 2))
+    for _ in range(4):
+        ends = Ends(folder, case.job, draw, values.__getitem__, deaths, stops, case.layers, case.rows)
+        try:
+            result = ends.walk()
+            ends.check_end(result, expected)
+        except Exception as error:
+            error.add_note(f"seed {seed}, {case.job.parallel}; the last moves: {'; '.join(ends.trace[-40:])}")
+            raise
+        if result.status == "finished":
+            return
+        deaths, stops = ends.deaths, ends.stops
+    raise Accused(f"seed {seed}: stopped more often than it was told to")
+
+
+def many(tmp_path: Path, seeds: range, matters: Callable[[Job], bool] = lambda job: True) -> None:
+    """Run the cases of these seeds that matter."""
+    for seed in seeds:
+        if matters(case_of(Random(seed)).job):
+            run_to_its_end(tmp_path / f"{seed}", seed)
+
+
+def test_however_runs_end_their_checkpoints_are_whole_and_the_best_state_is_kept(tmp_path: Path) -> None:
+    many(tmp_path, range(60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(8))
+def test_so_do_many_more(tmp_path: Path, part: int) -> None:
+    many(tmp_path, range(1000 + 500 * part, 1500 + 500 * part))
+
+
+class Break(NamedTuple):
+    """A break of the code, and the cases in which it matters."""
+
+    act: Callable[[pytest.MonkeyPatch], None]
+    matters: Callable[[Job], bool] = lambda job: True
+
+
+def without_a_check(patch: pytest.MonkeyPatch) -> None:
+    shares = Checkpoints.shares
+
+    def unchecked(self: Any, *of: Any) -> Any:
+        found = shares(self, *of)
+        self._lacking.clear()
+        return found
+
+    patch.setattr(Checkpoints, "shares", unchecked)
+    patch.setattr(checkpointing, "cover", lambda group, offers: ((), Pieces()))
+
+
+def without_an_event(patch: pytest.MonkeyPatch) -> None:
+    def begin_number(self: Any, generation: int) -> int:
+        self._base += 1
+        return self.number(generation)
+
+    patch.setattr(Journal, "begin_number", begin_number)
+
+
+def all_at_once(patch: pytest.MonkeyPatch) -> None:
+    begin = Evaluations.__init__
+
+    def begun(self: Any, rule: Any, known: Any) -> None:
+        begin(self, rule, {})
+        for step in sorted(known):
+            self.reach(step, known[step])
+
+    patch.setattr(Evaluations, "__init__", begun)
+
+
+def believed(patch: pytest.MonkeyPatch) -> None:
+    rule = Rule(lambda group, event: (group, []), (Phase.CLOSE,))
+    patch.setattr(machine, "TABLE", {**machine.TABLE, (Phase.CLOSE, events.Overwritten): rule})
+
+
+def in_stages(job: Job) -> bool:
+    return job.parallel.width > 1
+
+
+def stops_early(job: Job) -> bool:
+    return job.early_stop is not None
+
+
+BREAKS = {
+    "nobody asks whether the writers have all": Break(without_a_check, in_stages),
+    "the number of a last checkpoint is in no event": Break(without_an_event),
+    "the best state is not waited for": Break(lambda patch: patch.setattr(Writer, "wait", lambda *_: None)),
+    "no state is the best": Break(lambda patch: patch.setattr(Evaluations, "is_best", lambda *_: False)),
+    "evaluations count before the state has reached them": Break(
+        all_at_once, lambda job: in_stages(job) and stops_early(job)
+    ),
+    "a best state that could not be saved is not saved again": Break(
+        lambda patch: patch.setattr(Checkpoints, "has", lambda *_: True)
+    ),
+    "the group believes that who reads the best state has the last one": Break(
+        believed, lambda job: in_stages(job) and stops_early(job)
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_break_of_the_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    BREAKS[broken].act(monkeypatch)
+    with pytest.raises(AssertionError):
+        many(tmp_path, range(2000), BREAKS[broken].matters)
