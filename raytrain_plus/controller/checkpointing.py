@@ -260,8 +260,7 @@ class Checkpoints:
     def _manifest(self, shares: Sequence[Written]) -> Manifest:
         order, first = self._order, shares[0]
         if lacking := self._lacking.get(first.generation):
-            what = ", ".join(repr(name) for name in lacking.names[:3])
-            raise RunError(f"no writer had {what} of the state; please report this")
+            raise RunError(f"its writers lack a part of the state ({', '.join(lacking.names)}); please report this")
         files, tensors = join_shares([told.share for told in shares if told.share is not None])
         return Manifest(
             run=order.plan.job.name,

@@ -292,7 +292,7 @@ class Journal:
 
     def saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
-        self._newest = step
+        self._newest = max(self._newest, step)
         self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s, checkpoint=name)
 
     def not_saved(self, step: int, error: str) -> None:

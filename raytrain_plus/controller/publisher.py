@@ -164,7 +164,7 @@ class Publisher:
                     return
                 self._complete, _ = kept(self._complete, self._keep, self._best)
                 stay = {one.name for one in self._complete} | self._damaged
-            sweep(self._run, stay, before=newness(newest))
+            sweep(self._run, stay, newest)
         except (OSError, RunError) as error:
             log.warning("old checkpoints were not removed; trying again after the next one: %s", error)
         except Exception:

@@ -160,7 +160,7 @@ def audit(where: str | Path) -> Audit:
     faults = Faults()
     _compare(then, faults)
     # Read status and checkpoints before the ledger: the ledger of a live run then covers everything that they mention.
-    status, made = _status(run, faults)
+    status, made, early = _status(run, faults)
     saved = _checkpoints(run)
     faults.add(*_find_incomplete(run))
     parts = sorted(name for name in run.files("ledger") if name.endswith(".parquet"))
@@ -168,7 +168,7 @@ def audit(where: str | Path) -> Audit:
     # Read after the ledger, for the same reason.
     record = read_record(run)
     entries, saved = _without(record.resumptions, entries), _without(record.resumptions, saved)
-    if status == "finished":
+    if status == "finished" and not early:
         due_to = expected.steps - 1
         if made != expected.steps:
             faults.add(f"the run finished with {made:,} steps; the job has {expected.steps:,}")
@@ -268,16 +268,16 @@ def _compare(then: Mapping[str, Any], faults: Faults) -> None:
         compare(place_of(then["path"]), then["files"], faults)
 
 
-def _status(run: Folder, faults: Faults) -> tuple[str, int | None]:
-    """Return the run's status and, if it has ended, the number of steps that it recorded."""
+def _status(run: Folder, faults: Faults) -> tuple[str, int | None, bool]:
+    """Return the run's status, the number of steps that it recorded if it has ended, and whether that was early."""
     try:
         result = read_object(run, "result.json", "", _RESULT)
-        return result["status"], result["steps"]
+        return result["status"], result["steps"], isinstance(result.get("stopped_early"), str)
     except FileNotFoundError:
         pass
     except (OSError, InputError) as error:
         faults.add(f"result.json cannot be read: {first_line(error)}")
-    return "unfinished", None
+    return "unfinished", None, False
 
 
 _CHECKPOINT = re.compile(r"checkpoints/(\d{12})-(\d{8})\.json")

@@ -156,7 +156,7 @@ def survey(run: Folder, resumptions: Iterable[tuple[int, int]] = ()) -> list[Fou
     found = [_found(run, name, files, past) for name in names]
     lacking = m.lacks([one.manifest for one in found if one.manifest is not None])
     found = [_incomplete(one, lacking[one.name]) if one.name in lacking else one for one in found]
-    return sorted(found, key=lambda one: (one.generation, one.step), reverse=True)
+    return sorted(found, key=lambda one: (one.step, one.generation), reverse=True)
 
 
 def _incomplete(found: Found, lacking: str) -> Found:
@@ -205,8 +205,8 @@ def discard(run: Folder, name: str) -> None:
         run.remove(f"{m.FOLDER}/{name}")
 
 
-def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
-    """Remove every checkpoint, complete or not, that is older than `before` (generation, step), except those in `stay`.
+def sweep(run: Folder, stay: Collection[str], made: m.Manifest) -> None:
+    """Remove every checkpoint, complete or not, that was begun before the one just made, except those in `stay`.
 
     The manifest is removed first, so that a half-removed checkpoint does not count. Raises `OSError` if something
     cannot be removed.
@@ -215,7 +215,7 @@ def sweep(run: Folder, stay: Collection[str], before: tuple[int, int]) -> None:
     names = {name for file in (*run.files(m.FOLDER), *begun) if (name := _name(file)) is not None}
     for name in sorted(names - set(stay)):
         step, generation = m.parse_name(name) or (-1, -1)
-        if (generation, step) < before:
+        if (generation, step) < (made.generation, made.step):
             run.remove(f"{m.FOLDER}/{name}.json")
             run.remove(f"{m.FOLDER}/{name}")
     for file in begun:

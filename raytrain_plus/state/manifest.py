@@ -321,8 +321,11 @@ def best_of(found: Iterable[Manifest]) -> Manifest | None:
 
 
 def newness(manifest: Manifest) -> tuple[int, int]:
-    """Return the sort key of a checkpoint: one of a later generation is newer, whatever its step."""
-    return manifest.generation, manifest.step
+    """Return the sort key of a checkpoint that is not void: all those belong to one history, whoever wrote them.
+
+    One of a later generation may be of an earlier step: steps that are made again from copies make nothing void.
+    """
+    return manifest.step, manifest.generation
 
 
 def void(name: str, resumptions: Iterable[tuple[int, int]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -702,6 +703,21 @@ class Peaks(Faulty):
 
     def applied(self) -> int:
         return max((int(state["step"]) for state in self.made.state.values()), default=0)
+
+
+class DiesEvaluating(Peaks):
+    """The same; one process dies in the evaluation after `at` steps."""
+
+    def __init__(self, folder: str, at: int, pad_s: float = 0.0) -> None:
+        super().__init__(folder, pad_s=pad_s)
+        self.at = at
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if self.applied() == self.at:
+            with contextlib.suppress(FileExistsError):
+                (self.folder / "died").open("x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(model, batch)
 
 
 class Gated(Peaks):

@@ -21,7 +21,8 @@ from raytrain_plus.controller.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
-from raytrain_plus.membership.mesh import Place, Stage
+from raytrain_plus.membership.mesh import Place, Shape, Stage
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import Member
 from raytrain_plus.parallel.sizing import size_table
@@ -191,6 +192,8 @@ def test_a_checkpoint_is_made_of_all_shares_and_counts_when_complete(kept: Kept)
     assert [member["worker"] for member in found.manifest.layout] == ["a", "b"]
     assert found.manifest.data == {"fingerprint": "f", "rows": 9, "samples": 64}
     assert found.manifest.metrics == {"loss": 0.5}, "no JSON reader takes NaN"
+    assert found.manifest.time == pytest.approx(first.time + 100), "by the controller's clock, 100 s ahead of this one"
+    assert (kept.it.has(7, "loss"), kept.it.has(7, "bad"), kept.it.has(6, "loss")) == (True, False, False)
 
 
 def test_a_checkpoint_is_due_once_a_generation_after_a_long_time(kept: Kept) -> None:
@@ -304,3 +307,39 @@ def test_writers_of_long_past_generations_are_forgotten(kept: Kept, caplog: pyte
     assert "refused: a share of step 7 in generation 4" in caplog.text
     kept.wrote(kept.write(7, 5)[0], ["a", "b"])
     assert kept.it.busy
+
+
+LIMITS_IN_STAGES = replace(
+    group_of().limits,
+    sizes=SizeTable(1, 2, 2, (2, 1)),
+    parts={
+        Stage(): Pieces.of([Piece("front"), Piece("back")]),
+        Stage(0, 2): Pieces.of([Piece("front")]),
+        Stage(1, 2): Pieces.of([Piece("back")]),
+    },
+)
+
+
+def test_nothing_is_kept_if_those_that_live_do_not_have_the_whole_state(kept: Kept) -> None:
+    """The group may not have heard of a loss yet: a dead stage's worker counted as a holder."""
+    stages = {
+        "a": WorkerStatus("idle", holds=8, stage=Stage(0, 2)),
+        "b": WorkerStatus("idle", holds=8, stage=Stage(1, 2)),
+    }
+    kept.machine.group = replace(group_of(), limits=LIMITS_IN_STAGES, shape=Shape(1, 2), workers=stages)
+    assert not kept.it.keep(8), "the process of b is gone"
+    assert not kept.it.busy
+    assert kept.told == []
+
+
+def test_shares_that_are_not_the_whole_state_make_no_checkpoint(kept: Kept) -> None:
+    kept.machine.group = replace(group_of("a", "b"), limits=LIMITS_IN_STAGES)
+    kept.it.formed(4, MEMBERS)
+    kept.it.shares(4, [Stage(0, 2)], {})
+    for told in kept.write(7, 4):
+        kept.it.wrote(told)
+    kept.it.make()
+    assert not kept.it.busy
+    assert [told for told in kept.told if told[0] == 7] == [
+        (7, "its writers lack a part of the state (back); please report this")
+    ]

@@ -352,6 +352,34 @@ def test_a_torn_result_and_a_missing_ledger(job: Job) -> None:
     assert sum(epoch.never for epoch in found.epochs) == 6 * 12
 
 
+def test_a_run_that_ended_early_is_judged_up_to_its_last_step(job: Job) -> None:
+    run = run_of(job, notes_of(job)[:6], status=None)
+    said = {"status": "finished", "steps": 6}
+    (run / "result.json").write_text(json.dumps(said))
+    assert audit(run).faults[0] == "the run finished with 6 steps; the job has 10"
+    (run / "result.json").write_text(json.dumps({**said, "stopped_early": "loss has not improved since step 2"}))
+    assert (audit(run).clean, audit(run).audited_to) == (True, 5)
+    record(run, 0, 6)
+    written = Parts(LocalFolder(run))
+    written.add(0, 6, notes_of(job)[6].tobytes(), b"")
+    written.close()
+    assert not audit(run).clean, "what was made after the end was not due"
+
+
+def test_a_checkpoint_that_lacks_parameters_of_others_is_a_fault(job: Job) -> None:
+    run = run_of(job, notes_of(job))
+    (run / "checkpoints").mkdir()
+    for name, tensors in (
+        ("000000000003-00000000", {f"param/{letter}": {} for letter in "abcde"}),
+        ("000000000006-00000000", {"param/a": {}, "optim/b/m": {}}),
+        ("000000000009-00000000", {f"param/{letter}": {} for letter in "abcde"}),
+    ):
+        (run / "checkpoints" / f"{name}.json").write_text(json.dumps({"tensors": tensors}))
+    assert audit(run).faults == (
+        "checkpoints/000000000006-00000000.json is incomplete: it lacks 4 of 5 parameters: b, c, d and 1 more",
+    )
+
+
 def test_a_lost_tail_of_a_run_that_was_killed(job: Job) -> None:
     notes = notes_of(job)
     run = run_of(job, notes[:5], status=None)

@@ -15,6 +15,7 @@ from torch import nn
 from raytrain_plus import Data, Job
 from raytrain_plus.errors import CheckpointError, InputError
 from raytrain_plus.runs.export import NEWEST, export_program, export_to, export_weights, load, rounded
+from raytrain_plus.runs.status import status
 from raytrain_plus.state.checkpoint import commit
 from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.address import within
@@ -126,6 +127,25 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_warning(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: the checkpoint {name_of(9, 0)} cannot be used: ")
     assert "00001-of-00002.safetensors" in line
+
+
+def test_an_incomplete_newest_checkpoint_is_skipped_with_a_warning(
+    local: LocalFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Older versions called one complete of which a stage was missing."""
+    part = {"param/first.weight": torch.ones(4, 3), "buffer/count": torch.zeros(())}
+    written = shares(local, part, name_of(14, 1), 1)
+    commit(local, described(14, 1, written, tree={"persistent": ["count"]}))
+    assert export_weights(local, tmp_path / "model.safetensors").step == 9
+    assert load(local.path, model(0)) == 9
+    said = (
+        f"warning: the checkpoint {name_of(14, 1)} cannot be used: incomplete: it lacks 1 of 2 parameters: first.bias"
+    )
+    assert capsys.readouterr().err.splitlines() == [said] * 2
+    told = status(local).checkpoints
+    assert [one.state for one in told] == ["incomplete: it lacks 1 of 2 parameters: first.bias", "complete", "complete"]
+    with pytest.raises(InputError, match="incomplete: it lacks 1 of 2 parameters"):
+        load(local.path, model(0), step=14)
 
 
 def test_a_newest_checkpoint_that_is_not_finite_is_skipped_with_a_warning(

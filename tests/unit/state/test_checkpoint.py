@@ -152,7 +152,7 @@ def test_one_checkpoint_is_complete_wherever_the_writer_stops(tmp_path: Path) ->
     def write(disk: Disk) -> None:
         run = LocalFolder(folder, disk)
         made = save(run, 9, generation=1, writers=2)
-        sweep(run, [made.name], before=m.newness(made))
+        sweep(run, [made.name], made)
 
     def check(folder: Path) -> None:
         step, read = load(LocalFolder(folder))
@@ -254,7 +254,7 @@ def test_old_checkpoints_are_removed_and_the_newest_never_is(tmp_path: Path) -> 
     last = save(run, 5, generation=2)
     stay, go = m.kept([found.manifest for found in survey(run) if found.manifest], 2, ("loss", "min"))
     assert ([one.step for one in stay], [one.step for one in go]) == ([5, 4, 1], [3, 2])
-    sweep(run, [one.name for one in stay], before=m.newness(last))
+    sweep(run, [one.name for one in stay], last)
     assert [(found.step, found.generation, found.why) for found in survey(run)] == [
         (6, 2, "not finished: there is no manifest"),
         (5, 2, ""),
@@ -275,7 +275,7 @@ def test_the_remains_of_a_killed_writer_are_listed_and_removed_with_the_next_che
     made = save(run, 4)
     (tmp_path / m.FOLDER / m.name_of(6, 0)).mkdir()
     (tmp_path / m.FOLDER / m.name_of(6, 0) / ".00000-of-00001.safetensors.ef.part").touch()
-    sweep(run, [made.name], before=m.newness(made))
+    sweep(run, [made.name], made)
     assert sorted(path.name for path in (tmp_path / m.FOLDER).iterdir()) == [
         made.name,
         f"{made.name}.json",
@@ -312,6 +312,44 @@ def test_a_forged_manifest_is_refused(tmp_path: Path) -> None:
         [found] = survey(run)
         assert found.manifest is None, after
         assert isinstance(found.error, DamagedError), after
+
+
+def test_a_checkpoint_that_lacks_parameters_of_others_is_incomplete(tmp_path: Path) -> None:
+    """Older versions called one complete of which a stage was missing."""
+    run = LocalFolder(tmp_path)
+    save(run, 4)
+    part = {name: value for name, value in state(9).items() if "first.bias" not in name}
+    commit(run, described(9, 1, shares(run, part, m.name_of(9, 1), 2)))
+    newest, older = survey(run)
+    assert (newest.manifest, newest.damaged) == (None, True)
+    assert newest.why == "incomplete: it lacks 1 of 2 parameters: first.bias"
+    assert older.manifest is not None
+    many = {f"param/{letter}": torch.zeros(1) for letter in "abcdef"}
+    commit(run, described(14, 1, shares(run, many, m.name_of(14, 1), 2)))
+    assert [one.why for one in survey(run)] == [
+        "incomplete: it lacks 2 of 8 parameters: first.bias, first.weight",
+        "incomplete: it lacks 7 of 8 parameters: a, b, c and 4 more",
+        "incomplete: it lacks 6 of 8 parameters: a, b, c and 3 more",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("listed", "fault"),
+    [
+        ({"first.weight": True, "first.bias": False}, ""),
+        ({"first.weight": True, "second.weight": True}, "it lacks second.weight"),
+        ({"first.bias": True}, "it lacks the optimizer's state of first.bias"),
+        (["first.weight"], "its parameters are not listed by name"),
+    ],
+)
+def test_a_manifest_has_every_parameter_that_its_writers_list(tmp_path: Path, listed: Any, fault: str) -> None:
+    run = LocalFolder(tmp_path)
+    made = described(4, 0, shares(run, state(4), m.name_of(4, 0), 2), tree={"weights": listed, "optimizer": {}})
+    if not fault:
+        assert m.parse_manifest(m.manifest_bytes(made), made.name) == made
+        return
+    with pytest.raises(DamagedError, match=f"the manifest is invalid: {fault}"):
+        m.manifest_bytes(made)
 
 
 def test_a_copied_folder_is_readable(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from pyarrow import fs
 from raytrain_plus.errors import InputError
 from raytrain_plus.runs.folder import Fence, single_writer
 from raytrain_plus.state.checkpoint import sweep
-from raytrain_plus.state.manifest import FOLDER, newness
+from raytrain_plus.state.manifest import FOLDER
 from raytrain_plus.storage import remote
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -490,7 +490,7 @@ def test_after_any_permanent_failure_a_whole_checkpoint_exists(
         fails_from(number, lost, proxy)
         try:
             made = save(run, 9, generation=1, writers=2)
-            sweep(run, [made.name], before=newness(made))
+            sweep(run, [made.name], made)
         except OSError:
             ended = False
         else:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import GetTimeoutError
 
+from raytrain_plus.errors import RunError
 from raytrain_plus.workers import reporter as module
 from raytrain_plus.workers.reporter import Reporter
 
@@ -71,3 +72,19 @@ def test_records_that_the_controller_waits_for_are_sent_at_once(monkeypatch: pyt
         reporter.soon()
         assert arrived.wait(5)
     assert reporter.rest() == []
+
+
+def test_what_ends_the_thread_is_raised_with_the_next_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def send(records: Sequence[Any]) -> None:
+        ended.set()
+        raise TypeError("cannot pickle")
+
+    with Reporter(send) as reporter:
+        reporter.tell("a")
+        assert ended.wait(5)
+        reporter._thread.join(5)
+        with pytest.raises(RunError, match="steps can no longer be reported: TypeError: cannot pickle; please report"):
+            reporter.tell("b")
+    assert reporter.rest() == ["a"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from raytrain_plus.errors import TrainingError
+from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.manifest import join_shares, name_of
@@ -158,6 +158,30 @@ def test_a_stalled_storage_is_reported_while_it_is_waited_for(tmp_path: Path, mo
     assert made.copied == -1
 
 
+def test_training_waits_until_a_checkpoint_is_complete(tmp_path: Path) -> None:
+    told = queue.SimpleQueue[Written]()
+    made = saver(LocalFolder(tmp_path), holding(), told)
+    made.wait(lambda: None)
+    checks = 0
+
+    def check() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 2:
+            made.settled(3, 2)
+        if checks > 9:
+            raise Interrupted("the group is changing")
+
+    made.copy(3, {})
+    assert told.get(timeout=10).weights == {"weight": True, "bias": True}
+    assert made._free.wait(10)
+    made.wait(check)
+    assert checks == 2
+    made.copy(7, {})
+    with pytest.raises(Interrupted):
+        made.wait(check)
+
+
 class Failing(LocalFolder):
     """Fails so many times."""
 
@@ -169,6 +193,9 @@ class Failing(LocalFolder):
     def write(self, name: str, data: Iterable[Buffer]) -> None:
         self.failures -= 1
         if self.failures >= 0:
+            # It has taken a part.
+            for _, _ in zip(range(2), data, strict=False):
+                continue
             raise OSError(self.failure, os.strerror(self.failure), name)
         super().write(name, data)
 
@@ -179,6 +206,8 @@ def test_a_failing_storage_is_retried_and_then_reported(
     tmp_path: Path, failures: int, failure: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retry, "PAUSES_S", (0.001, 0.001))
+    taken: list[int] = []
+    monkeypatch.setattr(retry.time, "sleep", lambda seconds: taken.append((made.writing() or (-1, 0))[0]))
     told: Told = queue.SimpleQueue()
     made = saver(Failing(tmp_path, failures, failure), holding(), told)
     made.copy(3, {})
@@ -187,6 +216,7 @@ def test_a_failing_storage_is_retried_and_then_reported(
     assert told.get(timeout=10).error == error
     assert made._free.wait(10)
     assert ((tmp_path / "checkpoints" / name_of(3, 2)).exists()) == (not error)
+    assert taken == [0, 0], "the next attempt begins at the first byte"
 
 
 @pytest.mark.parametrize("place", ["a weight", "a moment", "a buffer"])
