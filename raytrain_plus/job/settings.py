@@ -217,7 +217,10 @@ class Checkpoint:
     """Number of newest checkpoints to keep; older ones are deleted. Default 3."""
 
     keep_best: KeepBest | None = None
-    """Also keep the best checkpoint, and write one after every evaluation. Default None: keep only the newest."""
+    """Also keep the best checkpoint, and write one after every evaluation. Default None: keep only the newest.
+
+    The best state so far is written before the next step. Other evaluations do not wait.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
