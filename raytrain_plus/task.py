@@ -129,6 +129,8 @@ class Task:
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor | float]:
         """Return the metrics of a held-out `batch`, by name. Default: the loss, as `loss`, and the metrics beside it.
 
+        The default counts each batch with the weight that `loss` returns.
+
         Called without gradients and with the model in evaluation mode. Each value is one of two kinds:
 
         - one number: a mean over the rows of the batch
@@ -136,7 +138,9 @@ class Task:
 
         The run reports the mean over all held-out rows, however they are batched. That is right for accuracy, not for
         F1, AUC or perplexity, which are no means over rows: define `summarise` for these. With `data.collate: pack` it
-        is the mean over all tokens, of numbers that are means over the tokens of a batch.
+        is the mean over all tokens, of numbers that are means over the tokens of a batch. If batches do not count by
+        their rows, return {"metrics": {...}, "weight": number}, and nothing else: numbers count with this weight, and
+        values for each row with the rows.
         """
         result = self.loss(model, batch)
         return (

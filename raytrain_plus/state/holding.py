@@ -41,6 +41,13 @@ False in the states of older versions, in which it got a gradient of zeros: thei
 """
 
 
+WEIGHTED = "weighted evaluation"
+"""A key of `Holding.rules`: the default evaluation counts each batch with the weight that the task's loss returns.
+
+False in the states of older versions, in which it counted the rows.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """The live training state."""
@@ -224,4 +231,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     # States of older versions have no counts.
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
-    holding.rules.update({LEFT_ALONE: False} | tree.get("rules", {}))
+    holding.rules.update({LEFT_ALONE: False, WEIGHTED: False} | tree.get("rules", {}))

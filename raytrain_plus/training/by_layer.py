@@ -90,6 +90,7 @@ def layer_passes(state: TrainState) -> ByLayer:
         device=state.device,
         on_device=BatchCopies(state.device),
         shards=state.shards,
+        rules=state.rules,
         tied={},
         last_chunk=count - 1,
         gathered=state.gathered,

@@ -1,10 +1,12 @@
 """Held-out evaluation: use every row once, divided over shards, and average exactly over rows, or summarise them.
 
-Packed rows are averaged over their tokens. The result is a function of the state.
+Packed rows are averaged over their tokens, and batches with a weight over their weights. The result is a function of
+the state.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 
@@ -53,16 +55,20 @@ def evaluate(
             "there is nothing to evaluate; correct the rows, or the function that cannot use them"
         )
     _agree(names, "names", step, context)
-    flat = np.zeros((shards, len(names) + 2), dtype=np.float64)
+    flat = np.zeros((shards, 1 + 2 * len(names)), dtype=np.float64)
     for shard, of_shard in sums.by_shard.items():
-        flat[shard, :2] = sums.weights[shard], sums.skipped[shard]
-        flat[shard, 2:] = [of_shard.get(name, 0.0) for name in names]
+        flat[shard, 0] = sums.skipped[shard]
+        flat[shard, 1:] = [part for name in names for part in of_shard.get(name, (0.0, 0.0))]
     total = torch.from_numpy(flat)
     context.reduce(total, f"evaluation.{','.join(names)}", f"the evaluation after step {step}")
     summed = [sum(column) for column in total.numpy().T.tolist()]
-    found = {name: value / summed[0] for name, value in zip(names, summed[2:], strict=True)}
-    if summed[1]:
-        found[ROWS_SKIPPED] = summed[1]
+    # If all that it is a mean of has the weight 0, a metric is undefined.
+    found = {
+        name: value / weight if weight else math.nan
+        for name, value, weight in zip(names, summed[1::2], summed[2::2], strict=True)
+    }
+    if summed[0]:
+        found[ROWS_SKIPPED] = summed[0]
     if type(state.task).summarise is Task.summarise:
         return found
     summary = dict[str, float]()

@@ -89,13 +89,16 @@ def weighted_loss(
     return found.weighted(factor)
 
 
-def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int) -> Any:
-    """Return what the task's `evaluate` returns for a held-out batch."""
+def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:
+    """Return what the task's `evaluate` returns for a held-out batch; by default the loss, with its weight.
+
+    `weighted`: see `state.holding.WEIGHTED`.
+    """
     if type(task).evaluate is not Task.evaluate:
         return task.evaluate(model, batch)
-    # The same as the default, with the errors of a loss.
     found = task_loss(task, model, batch, rows)
-    return {"loss": found.loss, **found.metrics}
+    metrics = {"loss": found.loss, **found.metrics}
+    return {"metrics": metrics, "weight": found.weight} if weighted else metrics
 
 
 def _scalar(loss: Any, who: str) -> torch.Tensor:

@@ -74,3 +74,12 @@ def standing_still(step: int) -> Remark:
         f"the learning rate is 0 in {STANDING} steps in a row, up to step {step + 1}: such steps change no weights; "
         "if the task's schedule has ended too early, give it the length of the run: self.run.total_steps",
     )
+
+
+def rows_counted() -> Remark:
+    """Return that the evaluations of a run do not use the weights of its loss."""
+    return Remark(
+        "rows counted",
+        "this run was begun by an older version: as before, its evaluations count rows, not the weight that the task's "
+        "loss returns",
+    )

@@ -22,12 +22,13 @@ from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
+from raytrain_plus.state.holding import WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
 from raytrain_plus.training.loss import held_out_metrics, weighted_loss
-from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
+from raytrain_plus.training.metric_sums import Means, MetricSums, ShardBatches, checked
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
 from raytrain_plus.training.shard_reports import ShardReports
@@ -67,6 +68,8 @@ class ReplicaStage:
     on_device: BatchCopies
     shards: int
     """The job's number of shards."""
+    rules: Mapping[str, bool]
+    """See `Holding.rules`."""
     tied: Mapping[int, Collection[str]]
     """For each stage, its parameters that are tied to parameters of other stages."""
     last_chunk: int
@@ -193,15 +196,16 @@ class ReplicaStage:
         given = self.pipeline.forward(work, len(some))
         if self.is_last:
             summarised, by_token = type(self.task).summarise is not Task.summarise, counts_tokens(self.task)
+            weights = [default_weight(self.task, one.batch, one.rows) for _, one in some]
             sorted_out = [
-                checked(one, microbatch.rows, summarised, by_token)
-                for one, (_, microbatch) in zip(given, some, strict=True)
+                checked(one, microbatch.rows, summarised, weight, by_token)
+                for one, weight, (_, microbatch) in zip(given, weights, some, strict=True)
             ]
             found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
-            self._give_metrics([means for means, _ in sorted_out])
+            self._give_metrics([list(means) for means, _ in sorted_out])
         received = self._take_metrics()
         for (_, microbatch), one in zip(some, received, strict=True):
-            found.add(shard, microbatch.rows, one, default_weight(self.task, microbatch.batch, microbatch.rows))
+            found.add(shard, microbatch.rows, Means(*one))
         self.finish()
 
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -298,6 +302,7 @@ def replica_stage(
         device=state.device,
         on_device=BatchCopies(state.device),
         shards=state.shards,
+        rules=state.rules,
         tied=tied,
         last_chunk=len(where) - 1,
     )
@@ -337,7 +342,8 @@ class HeldOut:
         # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
         copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
         batch = to_device(given, self._stage.device, copy=copy)
-        return held_out_metrics(self._stage.task, model, batch, self.rows(number))
+        weighted = self._stage.rules[WEIGHTED]
+        return held_out_metrics(self._stage.task, model, batch, self.rows(number), weighted=weighted)
 
     @contextmanager
     def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:

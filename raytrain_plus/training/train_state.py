@@ -27,7 +27,7 @@ from raytrain_plus.parallel.tensor.slicing import cuts_in
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, Holding, model_state, rows_held
+from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, WEIGHTED, Holding, model_state, rows_held
 from raytrain_plus.state.rows import weight_of
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
@@ -143,7 +143,7 @@ class TrainState:
         """
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True}
+        self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True, WEIGHTED: True}
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)

@@ -344,8 +344,8 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
 def _summarised(task: Task, returned: Any, rows: int) -> dict[str, float]:
     """Return the metrics of a held-out microbatch of `rows` rows, for which `evaluate` returned that."""
     summarised = type(task).summarise is not Task.summarise
-    means, outputs = checked(returned, rows, summarised)
-    return {**means, **(numbers(task.summarise(outputs)) if summarised else {})}
+    means, outputs = checked(returned, rows, summarised, float(rows))
+    return {**means.numbers, **means.of_rows, **(numbers(task.summarise(outputs)) if summarised else {})}
 
 
 def _optimizer_step(task: Task, module: nn.Module, *, on_host: bool) -> bool:

@@ -17,6 +17,7 @@ from raytrain_plus.collective.world import Work
 from raytrain_plus.data.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
 from raytrain_plus.parallel.pipeline.timeline import Bar
+from raytrain_plus.state.holding import WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
@@ -149,12 +150,14 @@ class WholePasses:
                 control.enter("computing")
                 if not found.rows[shard]:
                     part.buffers.restore()
-                weight = default_weight(self._task, one.batch, one.rows)
+                weight, batch = default_weight(self._task, one.batch, one.rows), to_device(one.batch, self._device)
                 with part.evaluating(shard, index):
-                    given = held_out_metrics(self._task, part.module, to_device(one.batch, self._device), one.rows)
-                means, outputs = checked(given, one.rows, summarised, counts_tokens(self._task))
+                    given = held_out_metrics(
+                        self._task, part.module, batch, one.rows, weighted=self._state.rules[WEIGHTED]
+                    )
+                means, outputs = checked(given, one.rows, summarised, weight, counts_tokens(self._task))
                 found.outputs.setdefault(shard, []).append(outputs)
-                found.add(shard, one.rows, means, weight)
+                found.add(shard, one.rows, means)
                 control.enter("data")
         return found
 

@@ -23,6 +23,7 @@ from raytrain_plus.job.task_loader import fault_of, is_signal, out_of_memory
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.layout import directions
 from raytrain_plus.parallel.pipeline.transport import Peers
+from raytrain_plus.state.holding import WEIGHTED
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
@@ -30,6 +31,7 @@ from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, StepRecord
+from raytrain_plus.training.remarks import rows_counted
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
@@ -130,6 +132,8 @@ class Generation:
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             # Called first, before the worlds are left.
             stack.callback(self._remember)
+            if prepared.plan.job.evaluate is not None and not state.rules[WEIGHTED]:
+                self._reporter.tell(rows_counted())
             why = self._train(feed, world, peers)
             if why == "finished":
                 if self._profiling is not None:

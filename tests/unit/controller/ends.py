@@ -50,7 +50,7 @@ from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.early_stop import Evaluations, verdict
 from raytrain_plus.training.header import Flags, either
 from raytrain_plus.training.loop import Evaluation, StepTimeouts, train
-from raytrain_plus.training.metric_sums import MetricSums
+from raytrain_plus.training.metric_sums import Means, MetricSums
 from raytrain_plus.training.records import Activity, StepRecord
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, ShareOf, Written
@@ -285,7 +285,7 @@ class Member:
         value = self.metric(self.take("evaluation", self.applied))
         sums = MetricSums()
         for shard in range(SHARDS):
-            sums.add(shard, 1, {METRIC: value})
+            sums.add(shard, 1, Means({METRIC: value}, {}, 1.0))
         return sums
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -222,6 +224,88 @@ def test_the_default_evaluates_what_the_loss_returns() -> None:
         assert set(Default(given).evaluate(nn.Linear(1, 1), torch.ones(2))) == names
     with pytest.raises(TrainingError, match=r"Default\.loss returned a tuple of 2"):
         figures([0, 1, 2], SoloWorld(), task=Default(lambda x: (x, 1.0)))
+
+
+class Tokens(Task):
+    """Rows of some tokens, with a loss of each: the loss is the mean over the tokens of a batch."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        tokens = batch["tokens"].sum()
+        return {"loss": (batch["loss"] * batch["tokens"]).sum() / tokens, "weight": tokens}
+
+
+class Weighted(Tokens):
+    """The same, said of an evaluation of its own, beside a value for each row."""
+
+    def evaluate(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        found = self.loss(model, batch)
+        return {"metrics": {"loss": found["loss"], "row": batch["loss"]}, "weight": found["weight"]}
+
+
+TOKENS = torch.tensor([1.0] * 7 + [99.0])
+LOSSES = torch.tensor([0.0] * 7 + [1.0])
+
+
+def evaluated(
+    task: Task, shards: int, microbatch: int = 8, tokens: torch.Tensor = TOKENS, rules: Any = None
+) -> dict[str, float]:
+    """Evaluate the rows in so many shards, in microbatches of so many rows.
+
+    `rules`: those in the state of an earlier version.
+    """
+    built = [Built(nn.Linear(1, 1), ())]
+    state = TrainState(task, built, seed=3, shards=shards, clip_norm=None, device=torch.device("cpu"))
+
+    if rules is not None:
+        before = state.snapshot()
+        state.adopt(replace(before, values=json.dumps({**json.loads(before.values), "rules": rules}).encode()))
+
+    def rows(shard: int) -> list[Microbatch]:
+        own = [one.chunk(shards)[shard].split(microbatch) for one in (tokens, LOSSES)]
+        return [Microbatch({"tokens": many, "loss": loss}, len(many)) for many, loss in zip(*own, strict=True)]
+
+    context = StepContext(world=SoloWorld(), control=begun(), wait_s=10.0)
+    return evaluate(state, whole_steps(state).passes, rows, range(shards), context, shards=shards, step=7)
+
+
+@pytest.mark.parametrize(("shards", "microbatch"), [(1, 8), (8, 8), (1, 1), (2, 3)])
+def test_a_batch_counts_in_an_evaluation_as_in_a_step(shards: int, microbatch: int) -> None:
+    assert evaluated(Tokens(), shards, microbatch) == pytest.approx({"loss": 99 / 106})
+    assert evaluated(Weighted(), shards, microbatch) == pytest.approx({"loss": 99 / 106, "row": 1 / 8})
+
+
+def test_a_batch_of_weight_0_counts_nothing() -> None:
+    # Its mean is not a number.
+    masked = TOKENS * (TOKENS > 1)
+    for shards in (1, 8):
+        assert evaluated(Tokens(), shards, 1, masked) == {"loss": 1.0}
+    assert math.isnan(evaluated(Tokens(), 8, 1, 0 * TOKENS)["loss"])
+
+
+def test_a_run_of_an_older_version_counts_rows() -> None:
+    assert evaluated(Tokens(), 8, rules={}) == {"loss": 1 / 8}
+    assert evaluated(Weighted(), 8, rules={}) == pytest.approx({"loss": 99 / 106, "row": 1 / 8}), "it says so itself"
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [(-1, "a weight of -1.0"), (math.nan, "a weight of nan"), ("many", "a weight that is not a single number")],
+)
+def test_a_weight_is_0_or_more(weight: Any, words: str) -> None:
+    class Own(Tokens):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            return {"metrics": {"loss": 1.0}, "weight": weight}
+
+    with pytest.raises(TrainingError, match=f"evaluate returned {words}"):
+        evaluated(Own(), 1)
+
+
+def test_metrics_may_have_these_names() -> None:
+    class Own(Tokens):
+        def evaluate(self, model: nn.Module, batch: Any) -> Any:
+            return {"metrics": 1.0, "weight": 2.0}
+
+    assert evaluated(Own(), 8) == {"metrics": 1.0, "weight": 2.0}
 
 
 def test_an_evaluation_is_interrupted_when_the_group_changes() -> None:

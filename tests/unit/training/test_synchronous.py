@@ -473,7 +473,17 @@ def held_out(shard: int, data: bool = True) -> list[Microbatch]:
     return [one for step in steps for one in step][: 2 * AT_ONCE + 1 + shard]
 
 
-def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
+class Weighed(Deep):
+    """Its batches count by their content, in evaluations too."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        found = super().loss(model, batch)
+        loss = found["loss"] if isinstance(found, dict) else found
+        return {"loss": loss, "weight": batch["y"].sum() + 0.5}
+
+
+@pytest.mark.parametrize(("task", "names"), [(Judged, {"loss", "right", "whole"}), (Weighed, {"loss"})])
+def test_an_evaluation_gives_the_metrics_of_one_worker(task: type[Task], names: set[str]) -> None:
     def evaluated(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
         told: list[Any] = []
         for step in range(2):
@@ -491,13 +501,14 @@ def test_an_evaluation_gives_the_metrics_of_one_worker() -> None:
             )
         return told
 
-    made = Judged()
+    made = task()
     one = whole_steps(state_of(made, [build_model(made, SEED, CPU)], exact=True))
     expected = evaluated(one, SoloWorld(), tuple(range(SHARDS)), True)
-    assert set(expected[1]) == {"loss", "right", "whole"}
-    assert expected[1]["whole"] == pytest.approx(expected[1]["loss"])
+    assert set(expected[1]) == names
+    if "whole" in names:
+        assert expected[1]["whole"] == pytest.approx(expected[1]["loss"])
     for schedule in ("1f1b", "zero-bubble"):
-        told = together(Shape(2, 2), schedule, exact=True, task=Judged, act=evaluated)
+        told = together(Shape(2, 2), schedule, exact=True, task=task, act=evaluated)
         assert told == [expected] * 4
 
 

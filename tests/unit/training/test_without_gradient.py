@@ -199,7 +199,7 @@ def test_a_state_without_moments_replaces_one_with_moments() -> None:
 
 def test_a_run_of_an_older_version_keeps_its_rule() -> None:
     donor, receiver = steps_of(Switched()), steps_of(Switched())
-    donor.state.rules[LEFT_ALONE] = False
+    donor.state.rules |= dict.fromkeys(donor.state.rules, False)
     run(donor, 0)
     state = donor.state.snapshot()
     values = json.loads(state.values)
