@@ -97,7 +97,12 @@ class Task:
         return {}
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return the optimizer for (name, parameter) pairs. Default: AdamW with a learning rate of 1e-3."""
+        """Return the optimizer for (name, parameter) pairs. Default: AdamW with a learning rate of 1e-3.
+
+        It must have no other parameters: with sharded states, lower precisions and offload these are not the model's
+        own. To choose groups by the types of modules, define `optimizer(self, parameters, model)`. `model` is what
+        `model()` returns; if the model is in layers, it is the sequence of the layers that the worker has.
+        """
         return torch.optim.AdamW([parameter for _, parameter in parameters], lr=1e-3)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:

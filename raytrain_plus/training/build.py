@@ -65,7 +65,8 @@ def build_state(
     division = None
     if job.parallel.sharded != "none":
         parts = build_layers(task, job.seed, device) if full else built
-        division = divide(task, _trained(parts), on_host=job.offload == "optimizer")
+        model = built[0].module if len(built) == 1 else nn.Sequential(*(one.module for one in built))
+        division = divide(task, _trained(parts), on_host=job.offload == "optimizer", model=None if full else model)
     state = TrainState(
         task,
         built,

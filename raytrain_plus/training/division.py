@@ -16,6 +16,7 @@ from torch import nn
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.rows import parse_rows
 from raytrain_plus.task import Task
+from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 STEPS = 3
@@ -35,13 +36,19 @@ class Division:
     """The bytes of each weight's optimizer state: of a row, or of the whole if it is undivided."""
 
 
-def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]], *, on_host: bool = False) -> Division:
+def divide(
+    task: Task,
+    named: Iterable[tuple[str, nn.Parameter]],
+    *,
+    on_host: bool = False,
+    model: nn.Module | None = None,
+) -> Division:
     """Return how the state of the task's optimizer can be divided among workers.
 
     `named`: the trained parameters; each is looked at before the next one is asked for, and not kept. `on_host`:
-    whether the optimizer runs in the host's memory, wherever they are. Raises `TaskError` if a weight's change depends
-    on other weights: then it cannot be divided at all; and for a weight whose name could be that of rows, or of a
-    tensor in the optimizer's state.
+    whether the optimizer runs in the host's memory, wherever they are. `model`: see `ask_for_optimizer`. Raises
+    `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight whose
+    name could be that of rows, or of a tensor in the optimizer's state.
     """
     copies, wholes = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in named:
@@ -59,10 +66,10 @@ def divide(task: Task, named: Iterable[tuple[str, nn.Parameter]], *, on_host: bo
         return Division(frozenset(), {})
     device = next(iter(copies.values())).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        return _divided(task, copies, wholes)
+        return _divided(task, copies, wholes, model)
 
 
-def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> int:
+def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]], model: nn.Module | None = None) -> int:
     """Return the bytes of the state that the task's optimizer keeps of whole parameters, after a few steps.
 
     `named`: the model's parameters, which may be without values. Errors of the optimizer propagate.
@@ -73,19 +80,21 @@ def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> in
         copies = {
             name: _gradient(name, 0, torch.empty(shapes[name], dtype=one.dtype), 0) for name, one in trained.items()
         }
-        _, state = _changed(task, {name: [value] for name, value in copies.items()})
+        _, state = _changed(task, {name: [value] for name, value in copies.items()}, model)
         return sum(
             _bytes_of(state[name]) // max(1, copies[name].numel()) * value.numel()
             if _by_rows(state[name], copies[name])
-            else _whole_bytes(task, name, torch.zeros(value.shape, dtype=value.dtype))
+            else _whole_bytes(task, name, torch.zeros(value.shape, dtype=value.dtype), model)
             for name, value in trained.items()
         )
 
 
-def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor]) -> Division:
+def _divided(
+    task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str, torch.Tensor], model: nn.Module | None
+) -> Division:
     """Return the same, given small copies of the parameters, and their shapes."""
-    whole, state = _changed(task, {name: [value] for name, value in copies.items()})
-    rows, _ = _changed(task, {name: _cut(value) for name, value in copies.items()})
+    whole, state = _changed(task, {name: [value] for name, value in copies.items()}, model)
+    rows, _ = _changed(task, {name: _cut(value) for name, value in copies.items()}, model)
     undivided = frozenset(
         name
         for name, value in copies.items()
@@ -95,7 +104,7 @@ def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str
     names = list(copies)
     for part in (names[::2], names[1::2]) if len(names) > 1 else (names,):
         found, _ = _changed(
-            task, {name: [copies[name]] if name in undivided else _cut(copies[name])[:1] for name in part}
+            task, {name: [copies[name]] if name in undivided else _cut(copies[name])[:1] for name in part}, model
         )
         for name in part:
             if not _same(whole[name][: len(found[name])] if found[name].dim() else whole[name], found[name]):
@@ -107,7 +116,7 @@ def _divided(task: Task, copies: Mapping[str, torch.Tensor], wholes: Mapping[str
                 )
     sizes = {name: _bytes_of(state[name]) // max(1, len(copies[name])) for name in names if name not in undivided}
     for name in undivided:
-        sizes[name] = _whole_bytes(task, name, torch.zeros_like(wholes[name], device=copies[name].device))
+        sizes[name] = _whole_bytes(task, name, torch.zeros_like(wholes[name], device=copies[name].device), model)
     return Division(undivided, sizes)
 
 
@@ -133,12 +142,12 @@ def _cut(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _changed(
-    task: Task, parts: Mapping[str, Sequence[torch.Tensor]]
+    task: Task, parts: Mapping[str, Sequence[torch.Tensor]], model: nn.Module | None
 ) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, object]]]:
     """Return the weights after some steps of an optimizer that has these parts of them, and the first parts' state."""
     set_random_key(random_key("division"))
     made = {name: [nn.Parameter(part.clone()) for part in of] for name, of in parts.items()}
-    optimizer = task.optimizer([(name, part) for name, of in made.items() for part in of])
+    optimizer = build_optimizer(task, [(name, part) for name, of in made.items() for part in of], model)
     for step in range(STEPS):
         for name, of in made.items():
             at = 0
@@ -168,9 +177,9 @@ def _by_rows(state: Mapping[str, object], value: torch.Tensor) -> bool:
     return all(one.shape == value.shape or not one.dim() for one in state.values() if isinstance(one, torch.Tensor))
 
 
-def _whole_bytes(task: Task, name: str, value: torch.Tensor) -> int:
+def _whole_bytes(task: Task, name: str, value: torch.Tensor, model: nn.Module | None) -> int:
     """Return the bytes of the optimizer's state of this whole weight."""
-    return _bytes_of(_changed(task, {name: [value]})[1][name])
+    return _bytes_of(_changed(task, {name: [value]}, model)[1][name])
 
 
 def _bytes_of(state: Mapping[str, object]) -> int:

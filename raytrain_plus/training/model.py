@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.units import MARK
@@ -338,6 +339,7 @@ def _check_module(value: Any, source: str) -> None:
     if source == "model()" and not any(parameter.requires_grad for parameter in value.parameters()):
         raise no_parameter()
     for name, part in value.named_modules():
+        _check_kind(part, f"{source}: '{name}'" if name else source)
         for attribute, held in vars(part).items():
             # A tensor computed from parameters (as by weight_norm) is not state.
             if isinstance(held, torch.Tensor) and held.grad_fn is None:
@@ -347,6 +349,23 @@ def _check_module(value: Any, source: str) -> None:
                     expected="only parameters and buffers",
                     remedy=f"self.register_buffer('{attribute}', ..., persistent=False)",
                 )
+
+
+def _check_kind(part: nn.Module, where: str) -> None:
+    """Raise `TaskError` for a kind of module that cannot be trained here."""
+    kind = type(part).__name__
+    if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
+        raise TaskError(
+            f"{where} is a {kind}, which has no shape before its first batch, so workers would not begin alike",
+            expected="modules whose parameters have shapes when they are built",
+            remedy=f"use nn.{kind.removeprefix('Lazy')} with the number of its inputs",
+        )
+    if isinstance(part, nn.SyncBatchNorm):
+        raise TaskError(
+            f"{where} is a SyncBatchNorm, which needs a process group of torch.distributed, and there is none",
+            expected="a batch norm that looks at the rows of a microbatch",
+            remedy="use nn.BatchNorm2d, whose statistics are averaged over all shards after each step, or nn.GroupNorm",
+        )
 
 
 def no_parameter() -> TaskError:

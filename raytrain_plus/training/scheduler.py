@@ -11,6 +11,7 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import Task
+from raytrain_plus.training.optimizer import ask_for_optimizer
 
 
 def build_scheduler(task: Task, optimizer: torch.optim.Optimizer) -> Any:
@@ -35,7 +36,7 @@ def check_scheduler(task: Task, named: Sequence[tuple[str, nn.Parameter]]) -> No
     An optimizer that needs values is left to the workers: they build the scheduler before their first step.
     """
     try:
-        build_scheduler(task, task.optimizer([pair for pair in named if pair[1].requires_grad]))
+        build_scheduler(task, ask_for_optimizer(task, [pair for pair in named if pair[1].requires_grad], None))
     except TaskError as error:
         if error.where.startswith("scheduler()"):
             raise

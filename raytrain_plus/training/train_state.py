@@ -39,6 +39,7 @@ from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
 from raytrain_plus.training.model import Built
+from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.part import header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.spread import Spread
@@ -440,7 +441,9 @@ class TrainState:
         named, decay = self.named, self.technique.decay
         # Rows and slices have the names of their weights, by which a task may choose their group.
         known = [(whole_weight(weight_of(name)), value) for name, value in named]
-        self.optimizer: torch.optim.Optimizer | None = self.task.optimizer(known) if named else None
+        whole = [part.module for part in self.parts]
+        model = whole[0] if len(whole) == 1 else nn.Sequential(*whole)
+        self.optimizer: torch.optim.Optimizer | None = build_optimizer(self.task, known, model) if named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
         modules = [part.module for part in self.parts]

@@ -50,6 +50,7 @@ from raytrain_plus.training.memory_limits import held_memory, total_memory
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.training.model import pass_names
+from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
@@ -125,7 +126,7 @@ def check_signatures(task: Task) -> None:
             # A function of an extension module may have no signature.
             continue
         try:
-            signature.bind(*names)
+            signature.bind(*names, *["model"] * (method == "optimizer" and takes_model(task)))
         except TypeError:
             raise TaskError(
                 f"{type(task).__name__}.{method}{signature} cannot be called as {method}({', '.join(names)})",
@@ -243,6 +244,7 @@ def _first_step(job: Job, task: Task, steps: SynchronousSteps, batch: Microbatch
     try:
         with explained(job, task, batch.batch):
             skipped = steps.run(0, {0: [batch]}, _context()).skipped
+            check_own_parameters(task, {id(one) for part in steps.state.parts for one in part.module.parameters()})
     except TaskError as error:
         # Other microbatches of a step may have a weight.
         if not error.what.endswith(UNDEFINED):
@@ -319,11 +321,15 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
     work = Alone(task, job.seed, technique, batch)
     names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
     output, evaluated, empty, stepped = None, None, None, False
+    known = set[int]()
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = built.module.train()
         chunk = Chunk(module, number, [0] * len(names))
         output = forward(chunk, work, output)
         backward(chunk, output)
+        # A task may keep layers that were tried before.
+        known |= {id(one) for one in module.parameters()}
+        check_own_parameters(task, known)
         try:
             stepped |= _optimizer_step(task, module, on_host=technique.offloads)
         except ValueError as error:
@@ -354,7 +360,7 @@ def _optimizer_step(task: Task, module: nn.Module, *, on_host: bool) -> bool:
         (name, _changed(value, on_host=on_host)) for name, value in module.named_parameters() if value.requires_grad
     ]
     if trained:
-        optimizer = task.optimizer(trained)
+        optimizer = build_optimizer(task, trained, module)
         scheduler = build_scheduler(task, optimizer)
         optimizer.step()
         if scheduler is not None:
