@@ -48,6 +48,13 @@ False in the states of older versions, in which it counted the rows.
 """
 
 
+AS_BUILT = "modes as built"
+"""A key of `Holding.rules`: modules that were built in evaluation mode, such as a frozen batch norm, stay in it.
+
+False in the states of older versions, in which all modules were put into training mode.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """The live training state."""
@@ -231,4 +238,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     # States of older versions have no counts.
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
-    holding.rules.update({LEFT_ALONE: False, WEIGHTED: False} | tree.get("rules", {}))
+    holding.rules.update(dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT), False) | tree.get("rules", {}))

@@ -24,7 +24,15 @@ from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import WHOLE, Built, build_layers, build_model, no_parameter, pass_names
+from raytrain_plus.training.model import (
+    WHOLE,
+    Built,
+    build_layers,
+    build_model,
+    no_parameter,
+    pass_names,
+    train_as_built,
+)
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
@@ -69,8 +77,7 @@ def measure_layers(
                 where="parallel.schedule: pipedream",
                 remedy="use another schedule, or do not tie the weights",
             )
-        module = built.module
-        module.train()
+        module = train_as_built(built.module)
         trained |= any(value.requires_grad for value in module.parameters())
         if number + 1 == len(names) and not trained:
             raise no_parameter()
@@ -155,7 +162,7 @@ def count_operations(
     given: Tensors | None = None
     found = {}
     for number, (name, one) in enumerate(built):
-        one.module.train()
+        train_as_built(one.module)
         chunk = Chunk(one.module, number, [0] * len(names))
         with counting_operations() as operations:
             given = forward(chunk, work, given)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,8 @@ class Built:
     """Layer names in order; empty if the task does not declare them."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """For the whole model: name of a parameter that is a copy -> name of the parameter it copies."""
+    woken: bool = False
+    """Whether it, or one of its layers, was built in evaluation mode throughout, and is trained in training mode."""
 
 
 def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | None = None) -> Built:
@@ -48,8 +50,9 @@ def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | 
         [built] = _built(task, layers, [tuple(layers)], seed, device)
         return built
     module = _whole(task, seed)
+    woken = _wake(module)
     children = _children(module)
-    return Built(module.to(device), tuple(children), _untied(children))
+    return Built(module.to(device), tuple(children), _untied(children), woken)
 
 
 def build_chunks(
@@ -68,15 +71,17 @@ def build_chunks(
     if layers is not None:
         return _built(task, layers, chunks, seed, device, slicing)
     module = _whole(task, seed)
+    woken = _wake(module)
     children = _children(module)
     if not children and slicing is not None and len(chunks) == 1:
-        return (_cut_whole(module, slicing, device),)
+        return (replace(_cut_whole(module, slicing, device), woken=woken),)
     if not children:
         raise _no_layers()
     tied = _untied(children)
     _check_apart(children)
     return tuple(
-        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing)) for names in chunks
+        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing), woken)
+        for names in chunks
     )
 
 
@@ -189,8 +194,12 @@ def _built(
         set_random_key(random_key(seed, "init", name))
         built = layers[name]()
         _check_module(built, f"layers()['{name}']")
+        others = [build for other, build in layers.items() if other != name]
+        if _wake(built, others):
+            woken.add(name)
         return built
 
+    woken = set[str]()
     made = {name: layer(name) for names in chunks for name in names}
     tied = dict(task.tied())
     _check_tied(tied, layers)
@@ -205,7 +214,7 @@ def _built(
         module = _sequence(names, made, slicing)
         if len(names) == len(layers):
             _check_module(module, "model()")
-        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing)))
+        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), not woken.isdisjoint(names)))
     return tuple(built)
 
 
@@ -278,6 +287,43 @@ def _whole(task: Task, seed: int) -> nn.Module:
     module = task.model()
     _check_module(module, "model()")
     return module
+
+
+def _wake(module: nn.Module, others: Iterable[Callable[[], nn.Module]] = ()) -> bool:
+    """Put a model, or a layer, into training mode if all of the model is in evaluation mode; return whether it was.
+
+    That is how `from_pretrained` returns a model. `others`: build the other layers of the model.
+    """
+    if any(one.training for one in module.modules()):
+        return False
+    try:
+        with torch.device("meta"):
+            trains = not any(one.training for build in others for one in build().modules())
+    except Exception:
+        # Of layers that cannot be built without values, each is judged by itself.
+        trains = any(one.requires_grad for one in module.parameters())
+    if not trains:
+        return False
+    module.train()
+    return True
+
+
+def modules_in_evaluation(module: nn.Module) -> list[nn.Module]:
+    """Return the modules that are in evaluation mode."""
+    return [one for one in module.modules() if not one.training]
+
+
+def train_as_built(module: nn.Module) -> nn.Module:
+    """Put a module that was just built into training mode, but for what of it was built in evaluation mode."""
+    set_training(module, modules_in_evaluation(module))
+    return module
+
+
+def set_training(module: nn.Module, in_evaluation: Iterable[nn.Module]) -> None:
+    """Put a module into training mode, but for these of its modules, such as a frozen batch norm."""
+    module.train()
+    for one in in_evaluation:
+        one.training = False
 
 
 def _check_apart(children: Mapping[str, nn.Module]) -> None:

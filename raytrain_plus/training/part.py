@@ -21,7 +21,7 @@ from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.gathered import free_weight
-from raytrain_plus.training.model import Built
+from raytrain_plus.training.model import Built, modules_in_evaluation
 from raytrain_plus.training.randomness import LayerKeys, MicrobatchKeys
 from raytrain_plus.training.rider import digits
 from raytrain_plus.training.technique import Technique
@@ -40,6 +40,8 @@ class ModelPart:
     technique: Technique
     masters: Mapping[str, nn.Parameter]
     """The float32 weights of which parameters are copies, by name; see `masters`. Without values if gathered."""
+    in_evaluation: Sequence[nn.Module]
+    """The modules that were built in evaluation mode, and stay in it."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -127,7 +129,7 @@ def _make_part(
     technique: Technique,
     gathered: bool,
 ) -> ModelPart:
-    named = list(built.module.named_parameters())
+    named, in_evaluation = list(built.module.named_parameters()), modules_in_evaluation(built.module)
     check_summable(named, exact=exact_shards is not None)
     keys = LayerKeys(built.module, built.layers, seed)
     masters = technique.apply(built, keys.recall)
@@ -153,6 +155,7 @@ def _make_part(
         keys,
         technique,
         masters,
+        in_evaluation,
     )
 
 

@@ -83,3 +83,21 @@ def rows_counted() -> Remark:
         "this run was begun by an older version: as before, its evaluations count rows, not the weight that the task's "
         "loss returns",
     )
+
+
+def modes_changed() -> Remark:
+    """Return that a run trains in training mode what its task built in evaluation mode."""
+    return Remark(
+        "modes changed",
+        "this run was begun by an older version: as before, it trains in training mode the modules that the task built "
+        "in evaluation mode",
+    )
+
+
+def woken() -> Remark:
+    """Return that a model that was built in evaluation mode throughout is trained in training mode."""
+    return Remark(
+        "woken",
+        "all of the model was built in evaluation mode, as from_pretrained returns it; it is trained in training mode, "
+        "with dropout and batch statistics. To keep some modules in evaluation mode, build others in training mode",
+    )

@@ -34,7 +34,7 @@ from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.measure import Alone, each_layer, forward
-from raytrain_plus.training.model import Built, build_layers, pass_names
+from raytrain_plus.training.model import Built, build_layers, pass_names, train_as_built
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
 
@@ -179,7 +179,7 @@ class _Check:
     def _forward(self, number: int, name: str, built: Sequence[Built]) -> tuple[_Passed, list[_Passed], list[_Passed]]:
         """Run the forward passes of a layer: whole, on each host, and on one host if that is wanted."""
         layer = partial(_pass, number=number, count=len(self._names), work=self._work)
-        modules = [one.module.train() for one in built]
+        modules = [train_as_built(one.module) for one in built]
         expected = layer(modules[0], self._inputs[number])
         with _explained(name, self._count):
             found = self._hosts.run(

@@ -27,7 +27,16 @@ from raytrain_plus.parallel.tensor.slicing import cuts_in
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.holding import LEFT_ALONE, METRICS, SKIPPED, WEIGHTED, Holding, model_state, rows_held
+from raytrain_plus.state.holding import (
+    AS_BUILT,
+    LEFT_ALONE,
+    METRICS,
+    SKIPPED,
+    WEIGHTED,
+    Holding,
+    model_state,
+    rows_held,
+)
 from raytrain_plus.state.rows import weight_of
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.task import Task
@@ -38,7 +47,7 @@ from raytrain_plus.training.gathered import Gathered
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
-from raytrain_plus.training.model import Built
+from raytrain_plus.training.model import Built, set_training
 from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.part import header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
@@ -101,6 +110,8 @@ class TrainState:
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self.allowed: frozenset[str] = frozenset()
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
+        self.woken = False
+        """Whether a layer, or the model, was built in evaluation mode throughout, and is trained in training mode."""
         self.parts = make_parts(
             task,
             self._noted(built if rebuild is None else rebuild()),
@@ -144,7 +155,7 @@ class TrainState:
         """
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts, self.rules = {SKIPPED: 0}, {LEFT_ALONE: True, WEIGHTED: True}
+        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT), True)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
@@ -384,9 +395,12 @@ class TrainState:
             part.buffers.restore()
 
     def train(self, training: bool = True) -> None:
-        """Set the modules to training, or to evaluation."""
+        """Set the modules to training, but for those that were built in evaluation mode; or all to evaluation."""
         for part in self.parts:
-            part.module.train(training)
+            if training:
+                set_training(part.module, part.in_evaluation if self.rules[AS_BUILT] else ())
+            else:
+                part.module.eval()
 
     def _change(self, summed: Summed) -> None:
         """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""
@@ -406,6 +420,7 @@ class TrainState:
         """Yield the same, and note what is to be known of it before its weights lose their memory."""
         for one in built:
             self.tied = one.tied
+            self.woken |= one.woken
             if self._rebuild is not None:
                 kinds = ("param",) if self.technique.decay is None else ("param", "ema")
                 named = [(f"{kind}/{name}", value) for kind in kinds for name, value in one.module.named_parameters()]

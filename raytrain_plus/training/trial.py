@@ -49,9 +49,10 @@ from raytrain_plus.training.measure import Alone, backward, each_layer, forward,
 from raytrain_plus.training.memory_limits import held_memory, total_memory
 from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
-from raytrain_plus.training.model import pass_names
+from raytrain_plus.training.model import pass_names, train_as_built
 from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.remarks import woken
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.slice_check import check_slices
@@ -218,6 +219,7 @@ def try_whole(
     batch = _batch(job, task, rows, count)
     start = time.monotonic()
     remarks += _first_step(job, task, steps, batch)
+    remarks += [woken().text] * state.woken
     seconds = time.monotonic() - start
     remarks += _uncompiled(job)
     metrics = {}
@@ -323,7 +325,7 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
     output, evaluated, empty, stepped = None, None, None, False
     known = set[int]()
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
-        module = built.module.train()
+        module = train_as_built(built.module)
         chunk = Chunk(module, number, [0] * len(names))
         output = forward(chunk, work, output)
         backward(chunk, output)

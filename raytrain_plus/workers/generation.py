@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,15 +24,15 @@ from raytrain_plus.job.task_loader import fault_of, is_signal, out_of_memory
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.layout import directions
 from raytrain_plus.parallel.pipeline.transport import Peers
-from raytrain_plus.state.holding import WEIGHTED
+from raytrain_plus.state.holding import AS_BUILT, WEIGHTED
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.records import Evaluated, StepRecord
-from raytrain_plus.training.remarks import rows_counted
+from raytrain_plus.training.records import Evaluated, Remark, StepRecord
+from raytrain_plus.training.remarks import modes_changed, rows_counted, woken
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
@@ -132,8 +133,8 @@ class Generation:
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             # Called first, before the worlds are left.
             stack.callback(self._remember)
-            if prepared.plan.job.evaluate is not None and not state.rules[WEIGHTED]:
-                self._reporter.tell(rows_counted())
+            for remark in self._on_rules(state):
+                self._reporter.tell(remark)
             why = self._train(feed, world, peers)
             if why == "finished":
                 if self._profiling is not None:
@@ -144,6 +145,15 @@ class Generation:
         prepared.own.go_back()
         outcome = prepared.outcome(why)
         return replace(outcome, state_sha256=sha256_of(prepared.own.state)) if why == "finished" else outcome
+
+    def _on_rules(self, state: TrainState) -> Iterator[Remark]:
+        """Yield what a user should know of how this run trains its model, by the rules of the version that began it."""
+        if self._prepared.plan.job.evaluate is not None and not state.rules[WEIGHTED]:
+            yield rows_counted()
+        if not state.rules[AS_BUILT] and any(part.in_evaluation for part in state.parts):
+            yield modes_changed()
+        if state.woken:
+            yield woken()
 
     def _remember(self) -> None:
         """Note in which step training has ended, if inside of one, and with which rows."""

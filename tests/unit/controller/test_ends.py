@@ -97,7 +97,7 @@ def many(tmp_path: Path, seeds: range, matters: Callable[[Job], bool] = lambda j
 
 
 def test_however_runs_end_their_checkpoints_are_whole_and_the_best_state_is_kept(tmp_path: Path) -> None:
-    many(tmp_path, range(60))
+    many(tmp_path, range(30))
 
 
 @pytest.mark.slow
@@ -112,6 +112,8 @@ class Break(NamedTuple):
 
     act: Callable[[pytest.MonkeyPatch], None]
     matters: Callable[[Job], bool] = lambda job: True
+    rare: bool = False
+    """Whether many runs are needed to find it."""
 
 
 def without_a_check(patch: pytest.MonkeyPatch) -> None:
@@ -159,12 +161,12 @@ def stops_early(job: Job) -> bool:
 
 
 BREAKS = {
-    "nobody asks whether the writers have all": Break(without_a_check, in_stages),
+    "nobody asks whether the writers have all": Break(without_a_check, in_stages, rare=True),
     "the number of a last checkpoint is in no event": Break(without_an_event),
     "the best state is not waited for": Break(lambda patch: patch.setattr(Writer, "wait", lambda *_: None)),
     "no state is the best": Break(lambda patch: patch.setattr(Evaluations, "is_best", lambda *_: False)),
     "evaluations count before the state has reached them": Break(
-        all_at_once, lambda job: in_stages(job) and stops_early(job)
+        all_at_once, lambda job: in_stages(job) and stops_early(job), rare=True
     ),
     "a best state that could not be saved is not saved again": Break(
         lambda patch: patch.setattr(Checkpoints, "has", lambda *_: True)
@@ -175,7 +177,9 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize(
+    "broken", [pytest.param(name, marks=[pytest.mark.slow] * one.rare) for name, one in BREAKS.items()]
+)
 def test_a_break_of_the_code_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     BREAKS[broken].act(monkeypatch)
     with pytest.raises(AssertionError):
