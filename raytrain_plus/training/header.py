@@ -43,14 +43,14 @@ class ShardReport(NamedTuple):
     ) -> ShardReport:
         """Return the report with one more microbatch of that mean loss and weight, and these mean metrics.
 
-        A metric without weight is a mean of nothing, often NaN, and does not count.
+        Without weight, they are means of nothing, often NaN, and do not count.
         """
         return ShardReport(
             self.start,
             self.rows + rows,
             (self.ids + ids) % 2**64,
             self.weight + weight,
-            self.loss + loss * weight,
+            self.loss + (loss * weight if weight else 0.0),
             self.skipped,
             {name: self.metrics.get(name, 0.0) + (value * weight if weight else 0.0) for name, value in metrics.items()}
             if metrics

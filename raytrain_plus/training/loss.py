@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
+from raytrain_plus.torch_compat import pytree
 from raytrain_plus.training.shard_reports import Number, ShardReports
 from raytrain_plus.training.thread_control import Place
 
@@ -83,10 +85,62 @@ def weighted_loss(
     `on_device` copies a batch to the model's device. Raises `TrainingError` if the loss depends on no trained
     parameter.
     """
-    found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
+    with _outputs_of(model) as outputs:
+        found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
     check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
     reports.add(place.step, place.shard, microbatch, *found)
+    if isinstance(found.weight, torch.Tensor):
+        _mask(outputs, found.weight)
+    elif not found.weight and found.loss.requires_grad:
+        return _without_effect(found.loss)
     return found.weighted(factor)
+
+
+@contextmanager
+def _outputs_of(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Open for a loss; yields the list of what the model returns meanwhile that has gradients."""
+    outputs: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: object, output: Any) -> None:
+        outputs.extend(one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad)
+
+    handle = model.register_forward_hook(keep)
+    try:
+        yield outputs
+    finally:
+        handle.remove()
+
+
+def _without_effect(loss: torch.Tensor) -> torch.Tensor:
+    """Return a loss that gives all that `loss` depends on gradients of zeros.
+
+    A microbatch of weight 0 has it in place of its own, which is often a mean of nothing: NaN, as its gradients, and
+    NaN times 0 is NaN. All workers make the same passes and sums as ever.
+    """
+    nothing = [(torch.zeros_like(value) * value).sum() for value in _leaves(loss)]
+    return torch.stack([(one.real if one.is_complex() else one).float() for one in nothing]).sum()
+
+
+def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that get a gradient in the backward pass of a value: parameters, and inputs of a stage."""
+    found, seen, left = list[torch.Tensor](), set[Any](), [value.grad_fn]
+    if value.grad_fn is None:
+        return [value]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.append(leaf)
+        left += [before for before, _ in node.next_functions]
+    return found
+
+
+def _mask(outputs: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
+    """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device."""
+    for one in outputs:
+        one.register_hook(lambda gradient: torch.where(weight == 0, torch.zeros_like(gradient), gradient))
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:

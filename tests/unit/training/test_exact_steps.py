@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
+from raytrain_plus.training import loss
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import make_deterministic
@@ -278,6 +280,42 @@ def test_weights_that_sum_to_zero_are_an_error() -> None:
     with pytest.raises(TrainingError, match=r"weights that the task's loss returned in step 0 sum to 0"):
         one.run(0, batches(0, range(SHARDS)), context(SoloWorld(), control))
     assert one.state.last_applied == -1
+
+
+class Masked(Small):
+    """Some microbatches have no label at all: their mean is not a number, and their weight is 0."""
+
+    def __init__(self, safe: bool, of_tensor: bool = False, submodule: bool = False) -> None:
+        super().__init__()
+        self.safe, self.of_tensor, self.submodule = safe, of_tensor, submodule
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        # In each second microbatch or so.
+        mask = (batch["y"] > 0) & (batch["x"][0, 0] > 0)
+        scores = model(batch["x"]) if not self.submodule else model.forward(batch["x"])
+        each = nn.functional.cross_entropy(scores, batch["y"], reduction="none") * mask
+        count = mask.sum()
+        mean = each.sum() / (count.clamp(min=1) if self.safe else count)
+        return {"loss": mean, "weight": count if self.of_tensor else float(count)}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(("of_tensor", "submodule"), [(False, False), (True, False), (False, True)])
+def test_a_microbatch_of_weight_0_changes_nothing(exact: bool, of_tensor: bool, submodule: bool) -> None:
+    expected, losses = alone(Masked(safe=True), exact)
+    found = alone(Masked(False, of_tensor, submodule), exact)
+    assert all(map(math.isfinite, losses))
+    assert found == (expected, losses)
+
+
+def test_gradients_of_outputs_are_masked_where_their_weight_is() -> None:
+    for weight, kept in ((0.0, 0.0), (2.0, math.nan)):
+        value = torch.ones(3, requires_grad=True)
+        output = value * 2
+        loss._mask([output], torch.tensor(weight))
+        (output * math.nan).sum().backward()
+        assert value.grad is not None
+        assert value.grad.tolist() == pytest.approx([kept] * 3, nan_ok=True)
 
 
 class Erratic(Small):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import re
 import threading
@@ -510,6 +511,39 @@ def test_an_evaluation_gives_the_metrics_of_one_worker(task: type[Task], names: 
     for schedule in ("1f1b", "zero-bubble"):
         told = together(Shape(2, 2), schedule, exact=True, task=task, act=evaluated)
         assert told == [expected] * 4
+
+
+class Masked(Deep):
+    """Each second microbatch or so has no label: its weight is 0, and its loss 0."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        scores = model(batch["x"])
+        count = len(batch["y"]) * int(batch["x"][0, 0] > 0)
+        mean = (F.cross_entropy(scores, batch["y"], reduction="none") * (count > 0)).sum() / self.divisor(count)
+        return {"loss": mean, "weight": float(count)}
+
+    def divisor(self, count: int) -> float:
+        return max(1, count)
+
+
+class Undefined(Masked):
+    """The loss is a mean of nothing there."""
+
+    def divisor(self, count: int) -> float:
+        return count or math.nan
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero-bubble"])
+def test_a_microbatch_of_weight_0_sends_zeros_to_earlier_stages(exact: bool, schedule: Schedule) -> None:
+    expected = together(Shape(1, 2), schedule, exact, Masked)
+    assert all(math.isfinite(one.loss) for applied, _ in expected for one in applied)
+    for (applied, tensors), (safe, held) in zip(
+        together(Shape(1, 2), schedule, exact, Undefined), expected, strict=True
+    ):
+        assert [one.loss for one in applied] == [one.loss for one in safe]
+        assert tensors.keys() == held.keys()
+        assert all(torch.equal(value, held[name]) for name, value in tensors.items())
 
 
 class Rewrites(Judged):
