@@ -19,6 +19,7 @@ from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
 from raytrain_plus.training import header
+from raytrain_plus.training.added_state import AddedState
 from raytrain_plus.training.buffers import Buffers
 from raytrain_plus.training.gathered import free_weight
 from raytrain_plus.training.model import Built, modules_in_evaluation
@@ -42,6 +43,8 @@ class ModelPart:
     """The float32 weights of which parameters are copies, by name; see `masters`. Without values if gathered."""
     in_evaluation: Sequence[nn.Module]
     """The modules that were built in evaluation mode, and stay in it."""
+    added: AddedState
+    """Refuses what its first forward pass adds to it."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -51,7 +54,8 @@ class ModelPart:
     def forward(self, step: int, shard: int, microbatch: int, before: Sequence[int]) -> Iterator[MicrobatchKeys]:
         """Open for a microbatch's forward pass; yields its random keys, which are set.
 
-        Raises `TrainingError` if the pass has changed a gradient, or a parameter since `writes` returned `before`.
+        Raises `TrainingError` if the pass has changed a gradient, or a parameter since `writes` returned `before`, or
+        if the first one has added state to the model.
         """
         keyed = self.keys.begin(step, shard, microbatch)
         written = self.gradients.writes()
@@ -59,6 +63,7 @@ class ModelPart:
             yield keyed
         self.gradients.check_unchanged(written)
         self.check_unchanged(before)
+        self.added.check()
 
     @contextmanager
     def evaluating(self, shard: int, microbatch: int) -> Iterator[None]:
@@ -156,6 +161,7 @@ def _make_part(
         technique,
         masters,
         in_evaluation,
+        AddedState(built.module),
     )
 
 

@@ -39,6 +39,7 @@ from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import graph_breaks
+from raytrain_plus.training.added_state import AddedState
 from raytrain_plus.training.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
@@ -326,8 +327,9 @@ def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, h
     known = set[int]()
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = train_as_built(built.module)
-        chunk = Chunk(module, number, [0] * len(names))
+        chunk, added = Chunk(module, number, [0] * len(names)), AddedState(module)
         output = forward(chunk, work, output)
+        added.check()
         backward(chunk, output)
         # A task may keep layers that were tried before.
         known |= {id(one) for one in module.parameters()}
