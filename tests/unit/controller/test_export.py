@@ -98,10 +98,21 @@ class Full(LocalFolder):
 
 def test_a_refused_write_is_retried_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "LAST_PAUSES_S", (0.0,))
+    seen: list[int] = []
+    failed = Exporter._failed
+
+    def heard(self: Exporter, error: OSError) -> None:
+        seen.append(self.written[0])
+        failed(self, error)
+        seen.append(self.written[0])
+
+    monkeypatch.setattr(Exporter, "_failed", heard)
     assert exported(Full(tmp_path, 1), Workers()) == state_sha256(WHOLE)
     refused = exported(Full(tmp_path, 9), Workers())
     assert isinstance(refused, RunError)
     assert str(refused) == f"the model cannot be written to {tmp_path}: no space left (tried 2 times)"
+    assert seen[0] > 0
+    assert seen[1::2] == [0, 0, 0], "what is shown until the next attempt"
 
 
 def test_a_run_of_another_controller_is_left_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raytrain_plus import KeepBest
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.microbatches import Microbatch, StepBatches
@@ -212,3 +213,69 @@ def test_a_save_while_an_earlier_one_is_written_is_made_at_a_later_boundary() ->
     trained(done, control, writing=3)
     assert [one for one in done if one.startswith("save")] == ["save 4"]
     assert not control.save_requested()
+
+
+class Keeps(Saves):
+    """Saves what is evaluated; a checkpoint is in progress for `takes` looks."""
+
+    def __init__(self, done: list[str], takes: int) -> None:
+        super().__init__(done)
+        self.takes = takes
+        self.metrics: dict[int, object] = {}
+
+    def due(self, step: int, evaluated: bool) -> bool:
+        return evaluated
+
+    def wait(self, check: Callable[[], None]) -> None:
+        while self.busy():
+            check()
+        self._done.append("wait")
+
+    def copy(self, step: int, metrics: object) -> None:
+        super().copy(step, metrics)
+        self.metrics[step] = metrics
+        self.writing = self.takes
+
+
+def kept(known: dict[int, dict[str, float]], first_step: int, saved: bool = False, takes: int = 2) -> list[str]:
+    """Train from that step to step 5 under `keep_best`, with known evaluations; return what is saved and waited for."""
+    done: list[str] = []
+    saves = Keeps(done, takes)
+    train(
+        Steps(done),
+        Feed(),
+        SoloWorld(),
+        hosted=(0,),
+        shards=1,
+        first_step=first_step,
+        end=6,
+        evaluation=None,
+        evaluated=9,
+        evaluations=Evaluations(KeepBest(metric="m"), known),
+        timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
+        saving=saves,
+        copying=Copies(done, ready=False),
+        tell=lambda record: None,
+        control=begun(),
+        saved=saved,
+    )
+    assert all(saves.metrics[step] == known[step] for step in saves.metrics)
+    return done
+
+
+def test_a_best_state_is_saved_before_the_next_step_and_waits_for_an_earlier_checkpoint() -> None:
+    known = {1: {"m": 2.0}, 2: {"m": 3.0}, 3: {"m": 1.0}}
+    # Step 2 is no better: it is saved at a boundary at which nothing is in progress.
+    assert kept(known, 1, takes=2) == [
+        *("step 1", "wait", "save 1", "wait"),
+        *("step 2", "save 2", "step 3", "wait", "save 3", "wait"),
+        *("step 4", "step 5"),
+    ]
+
+
+def test_the_state_that_a_generation_begins_with_is_saved_if_it_is_the_best_and_is_not_saved() -> None:
+    known = {1: {"m": 2.0}, 2: {"m": 1.0}}
+    steps = ["step 3", "step 4", "step 5"]
+    assert kept(known, 3) == ["wait", "save 2", "wait", *steps]
+    assert kept(known, 3, saved=True) == steps
+    assert kept({**known, 2: {"m": 9.0}}, 3) == steps
