@@ -134,7 +134,8 @@ class Task:
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, torch.Tensor | float]:
         """Return the metrics of a held-out `batch`, by name. Default: the loss, as `loss`, and the metrics beside it.
 
-        The default counts each batch with the weight that `loss` returns.
+        The default counts each batch with the weight that `loss` returns. One of your own counts the rows, unless it
+        returns a weight too (below), also if it adds to what this method returns.
 
         Called without gradients and with the model in evaluation mode. Each value is one of two kinds:
 

@@ -118,11 +118,14 @@ class Formation:
         stages = [shape.stage(seat) for seat in range(shape.size)]
         shares = self.checkpoints.shares(number, stages, command.owners)
         ring_of = {seat: [view.members[other].worker for other in line] for line in lines for seat in line}
+        # The same for all, though a checkpoint may become complete at any moment.
+        saved = self.best is not None and self.checkpoints.has(command.first_step - 1, self.best.metric)
         for seat, member in enumerate(view.members):
             replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
             owners = tuple(command.owners[name] for name in ring_of[seat]) if command.owners else ()
-            self._assign(command, seat, rings[seat], replica, gives[member.worker], shares[seat], own, owners)
+            gives_here = gives[member.worker]
+            self._assign(command, seat, rings[seat], replica, gives_here, shares[seat], own, owners, saved)
             if member.worker in sources:
                 taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
@@ -190,6 +193,7 @@ class Formation:
         share: ShareOf,
         own: Sequence[Source],
         owners: tuple[Pieces, ...],
+        saved: bool,
     ) -> None:
         view, name = command.view, command.view.members[seat].worker
         assignment = Assignment(
@@ -206,7 +210,7 @@ class Formation:
             copies=self.replication.copying,
             evaluated=self.journal.evaluated,
             history=self.journal.history if self.best else {},
-            saved=self.best is not None and self.checkpoints.has(command.first_step - 1, self.best.metric),
+            saved=saved,
             share=share,
             seat=seat,
             owners=owners,

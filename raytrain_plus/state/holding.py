@@ -55,6 +55,13 @@ False in the states of older versions, in which all modules were put into traini
 """
 
 
+NOTHING_ADDED = "nothing added"
+"""A key of `Holding.rules`: a forward pass that adds state to the model is refused: see `training.added_state`.
+
+False in the states of older versions, which did not notice it.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """The live training state."""
@@ -238,4 +245,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     # States of older versions have no counts.
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
-    holding.rules.update(dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT), False) | tree.get("rules", {}))
+    holding.rules.update(dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED), False) | tree.get("rules", {}))

@@ -22,7 +22,16 @@ from raytrain_plus.state.hostcopy import check_storable
 from raytrain_plus.task import Task
 from raytrain_plus.training.by_layer import layer_passes
 from raytrain_plus.training.division import Division, divide
-from raytrain_plus.training.model import Built, build_chunks, build_layers, build_model, layer_names
+from raytrain_plus.training.model import (
+    Built,
+    as_one,
+    build_chunks,
+    build_layers,
+    build_model,
+    layer_names,
+    model_without_values,
+)
+from raytrain_plus.training.optimizer import takes_model
 from raytrain_plus.training.passes import Passes
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.step import SynchronousSteps
@@ -65,8 +74,8 @@ def build_state(
     division = None
     if job.parallel.sharded != "none":
         parts = build_layers(task, job.seed, device) if full else built
-        model = built[0].module if len(built) == 1 else nn.Sequential(*(one.module for one in built))
-        division = divide(task, _trained(parts), on_host=job.offload == "optimizer", model=None if full else model)
+        model = None if full else as_one([one.module for one in built])
+        division = divide(task, _trained(parts), on_host=job.offload == "optimizer", model=model)
     state = TrainState(
         task,
         built,
@@ -98,7 +107,8 @@ def divided_layers(job: Job, task: Task, device: torch.device) -> tuple[Named, D
             named.append((name, nn.Parameter(torch.empty_like(value, device="meta"))))
             yield name, value
 
-    return named, divide(task, trained(), on_host=job.offload == "optimizer")
+    model = model_without_values(task) if takes_model(task) else None
+    return named, divide(task, trained(), on_host=job.offload == "optimizer", model=model)
 
 
 def _trained(built: Iterable[Built]) -> Iterator[tuple[str, nn.Parameter]]:

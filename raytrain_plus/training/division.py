@@ -16,7 +16,7 @@ from torch import nn
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.rows import parse_rows
 from raytrain_plus.task import Task
-from raytrain_plus.training.optimizer import build_optimizer
+from raytrain_plus.training.optimizer import build_optimizer, takes_model
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 STEPS = 3
@@ -103,9 +103,8 @@ def _divided(
     # Each worker's optimizer has other weights, whole ones and rows.
     names = list(copies)
     for part in (names[::2], names[1::2]) if len(names) > 1 else (names,):
-        found, _ = _changed(
-            task, {name: [copies[name]] if name in undivided else _cut(copies[name])[:1] for name in part}, model
-        )
+        some = {name: [copies[name]] if name in undivided else _cut(copies[name])[:1] for name in part}
+        found, _ = _changed(task, some, model)
         for name in part:
             if not _same(whole[name][: len(found[name])] if found[name].dim() else whole[name], found[name]):
                 raise TaskError(
@@ -147,7 +146,16 @@ def _changed(
     """Return the weights after some steps of an optimizer that has these parts of them, and the first parts' state."""
     set_random_key(random_key("division"))
     made = {name: [nn.Parameter(part.clone()) for part in of] for name, of in parts.items()}
-    optimizer = build_optimizer(task, [(name, part) for name, of in made.items() for part in of], model)
+    pairs = [(name, part) for name, of in made.items() for part in of]
+    if model is not None and takes_model(task):
+        # It may look for the parameters of any module, as in a run; of the others there are no rows.
+        device = pairs[0][1].device
+        pairs += [
+            (name, nn.Parameter(torch.zeros((0, *value.shape[1:])[: value.dim()], dtype=value.dtype, device=device)))
+            for name, value in model.named_parameters()
+            if value.requires_grad and name not in made
+        ]
+    optimizer = build_optimizer(task, pairs, model)
     for step in range(STEPS):
         for name, of in made.items():
             at = 0

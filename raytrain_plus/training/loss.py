@@ -117,7 +117,7 @@ def _without_effect(loss: torch.Tensor) -> torch.Tensor:
     A microbatch of weight 0 has it in place of its own, which is often a mean of nothing: NaN, as its gradients, and
     NaN times 0 is NaN. All workers make the same passes and sums as ever.
     """
-    nothing = [(torch.zeros_like(value) * value).sum() for value in _leaves(loss)]
+    nothing = [(value.new_zeros(()) * value).sum() for value in _leaves(loss)]
     return torch.stack([(one.real if one.is_complex() else one).float() for one in nothing]).sum()
 
 
@@ -138,9 +138,13 @@ def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _mask(outputs: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
-    """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device."""
+    """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device.
+
+    A loss that does not call the model, but modules of it, has no outputs here: its gradients are NaN then, and the
+    step is refused.
+    """
     for one in outputs:
-        one.register_hook(lambda gradient: torch.where(weight == 0, torch.zeros_like(gradient), gradient))
+        one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:

@@ -21,6 +21,13 @@ WHOLE = ("",)
 """The names of what can be run of a model that has no layers."""
 
 
+def as_one(modules: Sequence[nn.Module]) -> nn.Module:
+    """Return parts of a model as one module, whose parameters have the names that they have in the model."""
+    if len(modules) == 1:
+        return modules[0]
+    return nn.Sequential(OrderedDict(pair for module in modules for pair in module.named_children()))
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """A model, or a sequence of its layers."""
@@ -157,17 +164,23 @@ def _layer_names(task: Task, seed: int, in_one: bool) -> tuple[tuple[str, ...], 
     return tuple(children), in_sequence
 
 
-def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of the task's model, without values; none if it cannot be built without them."""
+def model_without_values(task: Task) -> nn.Module | None:
+    """Return the task's model, or the sequence of its layers, without values; None if it cannot be built so."""
     try:
         with torch.device("meta"):
             layers = task.layers()
             if layers is None:
-                return list(task.model().named_parameters())
-            return [(f"{at}.{name}", value) for at, make in layers.items() for name, value in make().named_parameters()]
+                return task.model()
+            return nn.Sequential(OrderedDict((name, build()) for name, build in layers.items()))
     except Exception:
         # For example, a model that reads its values from a file. The workers check the model that they build.
-        return []
+        return None
+
+
+def parameters_of(task: Task) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters of the task's model, without values; none if it cannot be built without them."""
+    model = model_without_values(task)
+    return [] if model is None else list(model.named_parameters())
 
 
 def _raise(error: Exception) -> NoReturn:
@@ -194,13 +207,14 @@ def _built(
         set_random_key(random_key(seed, "init", name))
         built = layers[name]()
         _check_module(built, f"layers()['{name}']")
-        others = [build for other, build in layers.items() if other != name]
-        if _wake(built, others):
-            woken.add(name)
         return built
 
-    woken = set[str]()
     made = {name: layer(name) for names in chunks for name in names}
+    asleep = not any(map(_trains, made.values())) and not _any_trains(
+        build for name, build in layers.items() if name not in made
+    )
+    for one in made.values() if asleep else ():
+        one.train()
     tied = dict(task.tied())
     _check_tied(tied, layers)
     for copy, owner in tied.items():
@@ -214,7 +228,7 @@ def _built(
         module = _sequence(names, made, slicing)
         if len(names) == len(layers):
             _check_module(module, "model()")
-        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), not woken.isdisjoint(names)))
+        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), asleep))
     return tuple(built)
 
 
@@ -289,23 +303,29 @@ def _whole(task: Task, seed: int) -> nn.Module:
     return module
 
 
-def _wake(module: nn.Module, others: Iterable[Callable[[], nn.Module]] = ()) -> bool:
-    """Put a model, or a layer, into training mode if all of the model is in evaluation mode; return whether it was.
+def _wake(module: nn.Module) -> bool:
+    """Put a model into training mode if all of it is in evaluation mode, as `from_pretrained` returns it.
 
-    That is how `from_pretrained` returns a model. `others`: build the other layers of the model.
+    Return whether it was.
     """
-    if any(one.training for one in module.modules()):
-        return False
+    asleep = not _trains(module)
+    if asleep:
+        module.train()
+    return asleep
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(one.training for one in module.modules())
+
+
+def _any_trains(builders: Iterable[Callable[[], nn.Module]]) -> bool:
+    """Return whether one of these layers is built with something in training mode; no values are made for it."""
     try:
         with torch.device("meta"):
-            trains = not any(one.training for build in others for one in build().modules())
+            return any(_trains(build()) for build in builders)
     except Exception:
-        # Of layers that cannot be built without values, each is judged by itself.
-        trains = any(one.requires_grad for one in module.parameters())
-    if not trains:
+        # For example, a layer that reads its values from a file: the layers here are judged by themselves.
         return False
-    module.train()
-    return True
 
 
 def modules_in_evaluation(module: nn.Module) -> list[nn.Module]:
@@ -406,11 +426,12 @@ def _check_kind(part: nn.Module, where: str) -> None:
             expected="modules whose parameters have shapes when they are built",
             remedy=f"use nn.{kind.removeprefix('Lazy')} with the number of its inputs",
         )
-    if isinstance(part, nn.SyncBatchNorm):
+    if isinstance(part, nn.SyncBatchNorm) and part.training:
         raise TaskError(
-            f"{where} is a SyncBatchNorm, which needs a process group of torch.distributed, and there is none",
-            expected="a batch norm that looks at the rows of a microbatch",
-            remedy="use nn.BatchNorm2d, whose statistics are averaged over all shards after each step, or nn.GroupNorm",
+            f"{where} is a SyncBatchNorm, which would not synchronise: there is no process group of torch.distributed",
+            expected="a batch norm that looks at the rows of a microbatch, or one in evaluation mode",
+            remedy="use nn.BatchNorm1d, 2d or 3d, whose statistics are averaged over all shards after each step, or "
+            "nn.GroupNorm",
         )
 
 

@@ -101,3 +101,12 @@ def woken() -> Remark:
         "all of the model was built in evaluation mode, as from_pretrained returns it; it is trained in training mode, "
         "with dropout and batch statistics. To keep some modules in evaluation mode, build others in training mode",
     )
+
+
+def stays_in_evaluation(name: str) -> Remark:
+    """Return that a module with trained parameters stays in the evaluation mode in which the task built it."""
+    return Remark(
+        "stays in evaluation",
+        f"'{name}', and perhaps others, is trained in the evaluation mode in which the task built it: without dropout, "
+        "and with the statistics that batch norms have. If that is not wanted, call its train() in model() or layers()",
+    )

@@ -18,7 +18,7 @@ from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.division import optimizer_bytes
 from raytrain_plus.training.masters import copy_bytes
-from raytrain_plus.training.model import layer_names, parameters_of
+from raytrain_plus.training.model import layer_names, model_without_values
 
 LAYERS_AT_ONCE = 2
 """Layers whose weights, or gradients, exist together where they are gathered: while one computes, the next arrives."""
@@ -73,9 +73,10 @@ def count_state(job: Job, task: Task) -> StateSize | None:
 
     `task`: used for nothing else.
     """
-    named = parameters_of(task)
-    if not named:
+    model = model_without_values(task)
+    if model is None:
         return None
+    named = list(model.named_parameters())
     exact = EXACT_BYTES if job.reduction == "exact" else 0
     weights = frozen = changed = masters = gradients = 0
     layers = defaultdict[str, int](int)
@@ -89,7 +90,7 @@ def count_state(job: Job, task: Task) -> StateSize | None:
         masters += value.nbytes if own < value.nbytes else 0
         layers[name.partition(".")[0]] += own + summed
     layered = _has_layers(task, job.seed)
-    kept = optimizer_bytes(task, named) + (changed if job.ema is not None else 0)
+    kept = optimizer_bytes(task, named, model) + (changed if job.ema is not None else 0)
     return StateSize(
         weights=weights,
         frozen=frozen,

@@ -31,6 +31,7 @@ from raytrain_plus.state.holding import (
     AS_BUILT,
     LEFT_ALONE,
     METRICS,
+    NOTHING_ADDED,
     SKIPPED,
     WEIGHTED,
     Holding,
@@ -47,7 +48,7 @@ from raytrain_plus.training.gathered import Gathered
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
-from raytrain_plus.training.model import Built, set_training
+from raytrain_plus.training.model import Built, as_one, set_training
 from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.part import header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
@@ -155,7 +156,7 @@ class TrainState:
         """
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT), True)
+        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED), True)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
@@ -397,10 +398,24 @@ class TrainState:
     def train(self, training: bool = True) -> None:
         """Set the modules to training, but for those that were built in evaluation mode; or all to evaluation."""
         for part in self.parts:
+            if not self.rules[NOTHING_ADDED]:
+                part.added.allow()
             if training:
                 set_training(part.module, part.in_evaluation if self.rules[AS_BUILT] else ())
             else:
                 part.module.eval()
+
+    @property
+    def trained_in_evaluation(self) -> str:
+        """The first module with trained parameters of its own that stays in evaluation mode; empty if there is none."""
+        kept = {id(one) for part in self.parts for one in part.in_evaluation}
+        found = (
+            str(name)
+            for part in self.parts
+            for name, one in part.module.named_modules()
+            if id(one) in kept and any(value.requires_grad for value in one.parameters(recurse=False))
+        )
+        return next(found, "")
 
     def _change(self, summed: Summed) -> None:
         """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""
@@ -456,8 +471,7 @@ class TrainState:
         named, decay = self.named, self.technique.decay
         # Rows and slices have the names of their weights, by which a task may choose their group.
         known = [(whole_weight(weight_of(name)), value) for name, value in named]
-        whole = [part.module for part in self.parts]
-        model = whole[0] if len(whole) == 1 else nn.Sequential(*whole)
+        model = as_one([part.module for part in self.parts])
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(self.task, known, model) if named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)

@@ -53,7 +53,7 @@ from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, br
 from raytrain_plus.training.model import pass_names, train_as_built
 from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.remarks import woken
+from raytrain_plus.training.remarks import stays_in_evaluation, woken
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.slice_check import check_slices
@@ -221,6 +221,7 @@ def try_whole(
     start = time.monotonic()
     remarks += _first_step(job, task, steps, batch)
     remarks += [woken().text] * state.woken
+    remarks += [stays_in_evaluation(name).text for name in [state.trained_in_evaluation] if name]
     seconds = time.monotonic() - start
     remarks += _uncompiled(job)
     metrics = {}

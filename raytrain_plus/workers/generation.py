@@ -32,7 +32,7 @@ from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, Remark, StepRecord
-from raytrain_plus.training.remarks import modes_changed, rows_counted, woken
+from raytrain_plus.training.remarks import modes_changed, rows_counted, stays_in_evaluation, woken
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
@@ -154,6 +154,8 @@ class Generation:
             yield modes_changed()
         if state.woken:
             yield woken()
+        if state.rules[AS_BUILT] and (name := state.trained_in_evaluation):
+            yield stays_in_evaluation(name)
 
     def _remember(self) -> None:
         """Note in which step training has ended, if inside of one, and with which rows."""

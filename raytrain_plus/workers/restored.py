@@ -66,7 +66,7 @@ def _only_lacks(manifest: Manifest, stored: Mapping[str, StoredTensor], state: T
     if "weights" in manifest.tree or not missing or mismatch(stored, alike):
         return ""
     names = ", ".join(name.partition("/")[2] for name in missing[:3]) + (", ..." if len(missing) > 3 else "")
-    return f"it lacks {len(missing)} of {len(built)} tensors of the task's model ({names}), unless the model is another"
+    return f"it lacks {len(missing)} of {len(built)} tensors of the task's model ({names}); or the model has changed"
 
 
 def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -113,7 +113,7 @@ class Saver:
         """Wait until no checkpoint is in progress; `check` is called meanwhile, and may raise."""
         while self.busy():
             check()
-            self._settled.wait(CHECK_S)
+            (self._settled if self._free.is_set() else self._free).wait(CHECK_S)
 
     def writing(self) -> tuple[int, int] | None:
         """Return how many bytes of the share being written the storage has taken, and of how many; None without one."""

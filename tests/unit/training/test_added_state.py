@@ -11,6 +11,7 @@ from torch import nn
 
 from raytrain_plus import Parallel
 from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.state.holding import NOTHING_ADDED
 from raytrain_plus.training.build import build_state, whole_steps
 from tests.unit.training.test_optimizer import CPU, Plain, job, trial
 
@@ -70,4 +71,14 @@ def test_a_run_refuses_it_too(tmp_path: Path) -> None:
         pytest.raises(TrainingError, match=r"the forward pass adds the buffer '1\.seen'"),
         part.forward(0, 0, 0, part.writes()),
     ):
+        part.module(torch.ones(2, 4))
+
+
+def test_a_run_that_an_older_version_began_may_add_it(tmp_path: Path) -> None:
+    task = task_of("tensor", False)
+    state = build_state(job(tmp_path, task), task(), CPU)
+    state.rules[NOTHING_ADDED] = False
+    state.train()
+    [part] = state.parts
+    with part.forward(0, 0, 0, part.writes()):
         part.module(torch.ones(2, 4))

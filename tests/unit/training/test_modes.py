@@ -147,6 +147,24 @@ def test_a_layer_stays_in_evaluation_mode_if_another_is_in_training_mode(chunks:
     assert all(modes(asleep).values())
 
 
+@pytest.mark.parametrize("chunks", [(), (("a", "b"),), (("c",),)])
+def test_layers_of_one_model_that_is_built_once_all_train(chunks: Any) -> None:
+    class Shared(Sequence):
+        def layers(self) -> Any:
+            made = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"}).eval()
+            return {name: lambda name=name: made[name] for name in made}
+
+    state = state_of(Shared(), chunks)
+    state.train()
+    assert state.woken
+    assert all(modes(state).values())
+    assert not state.trained_in_evaluation
+
+
+def test_a_trained_module_that_stays_in_evaluation_mode_is_named() -> None:
+    assert state_of(Sequence()).trained_in_evaluation == "norm"
+
+
 def test_a_train_of_the_modules_own_is_called() -> None:
     class Own(nn.Linear):
         def train(self, mode: bool = True) -> Any:

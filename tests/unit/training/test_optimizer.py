@@ -15,8 +15,9 @@ from raytrain_plus import Data, Job, Parallel, Task, Workers
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import rows_of
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.build import build_state, own_share
+from raytrain_plus.training.build import build_state, divided_layers, own_share
 from raytrain_plus.training.model import build_model
+from raytrain_plus.training.state_size import count_state
 from raytrain_plus.training.trial import Trial, try_on_cpu
 
 CPU = torch.device("cpu")
@@ -66,7 +67,8 @@ class ByType(Plain):
 
 def job(folder: Path, task: type[Task], **changes: Any) -> Job:
     data = Data(path=str(folder / "data"), batch_size=8, shards=2)
-    return Job(name="x", task=task, data=data, steps=3, storage=str(folder), workers=Workers(min=2), **changes)
+    settings = {"workers": Workers(min=2), **changes}
+    return Job(name="x", task=task, data=data, steps=3, storage=str(folder), **settings)
 
 
 def trial(folder: Path, task: type[Task], **changes: Any) -> Trial:
@@ -113,6 +115,41 @@ def test_an_optimizer_may_ask_for_the_model(tmp_path: Path, way: dict[str, Any])
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.0, 0.01]
 
 
+class OfLayers(Plain):
+    """Looks for the parameters of its modules by their names."""
+
+    def layers(self) -> Any:
+        return {"first": lambda: nn.Linear(4, 8), "norm": lambda: nn.LayerNorm(8), "last": lambda: nn.Linear(8, 1)}
+
+    def optimizer(self, parameters: Any, model: nn.Module) -> torch.optim.Optimizer:  # type: ignore[override]
+        pairs = dict(parameters)
+        linear = [f"{name}.weight" for name, one in model.named_modules() if isinstance(one, nn.Linear)]
+        decayed = [pairs.pop(name) for name in linear]
+        groups = [{"params": decayed}, {"params": list(pairs.values()), "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups)
+
+
+@pytest.mark.parametrize("chunks", [(), (("first", "norm"), ("last",)), (("last",),)])
+@pytest.mark.parametrize("way", [{}, SHARDED])
+def test_a_worker_of_some_layers_gives_their_sequence_with_the_names_of_the_model(
+    tmp_path: Path, chunks: Any, way: dict[str, Any]
+) -> None:
+    state = build_state(job(tmp_path, OfLayers, **way), OfLayers(), CPU, chunks)
+    assert state.optimizer is not None
+    linear = [name for name, value in state.trained.weights if value.dim() == 2]
+    assert len(state.optimizer.param_groups[0]["params"]) == len(linear) > 0
+
+
+def test_a_sharded_model_in_stages_may_ask_for_it_too(tmp_path: Path) -> None:
+    parallel = Parallel(pipeline=2, sharded="optimizer", schedule="gpipe", holders=1)
+    wanted = job(tmp_path, OfLayers, parallel=parallel, workers=Workers(min=4))
+    named, _ = divided_layers(wanted, OfLayers(), CPU)
+    assert len(named) == 6
+    size = count_state(wanted, OfLayers())
+    assert size is not None
+    assert size.kept == 2 * size.weights
+
+
 def test_a_model_that_no_worker_has_whole_is_not_given(tmp_path: Path) -> None:
     class Layered(ByType):
         def model(self) -> nn.Module:
@@ -155,7 +192,7 @@ def test_an_optimizer_that_a_run_cannot_step_is_refused(tmp_path: Path, make: An
     ("module", "words"),
     [
         (lambda: nn.LazyLinear(1), r"model\(\): '1' is a LazyLinear, which has no shape before its first batch"),
-        (lambda: nn.SyncBatchNorm(4), r"model\(\): '1' is a SyncBatchNorm, which needs a process group"),
+        (lambda: nn.SyncBatchNorm(4), r"model\(\): '1' is a SyncBatchNorm, which would not synchronise"),
     ],
 )
 def test_a_module_that_cannot_be_trained_here_is_refused(module: Any, words: str) -> None:
