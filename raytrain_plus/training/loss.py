@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -85,8 +84,13 @@ def weighted_loss(
     `on_device` copies a batch to the model's device. Raises `TrainingError` if the loss depends on no trained
     parameter.
     """
-    with _outputs_of(model) as outputs:
+    outputs: list[Any] = []
+    # What the model returns, of which only a weight on a device needs anything.
+    handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
+    try:
         found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
+    finally:
+        handle.remove()
     check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
     reports.add(place.step, place.shard, microbatch, *found)
     if isinstance(found.weight, torch.Tensor):
@@ -94,21 +98,6 @@ def weighted_loss(
     elif not found.weight and found.loss.requires_grad:
         return _without_effect(found.loss)
     return found.weighted(factor)
-
-
-@contextmanager
-def _outputs_of(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Open for a loss; yields the list of what the model returns meanwhile that has gradients."""
-    outputs: list[torch.Tensor] = []
-
-    def keep(_: nn.Module, __: object, output: Any) -> None:
-        outputs.extend(one for one in pytree.tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad)
-
-    handle = model.register_forward_hook(keep)
-    try:
-        yield outputs
-    finally:
-        handle.remove()
 
 
 def _without_effect(loss: torch.Tensor) -> torch.Tensor:
@@ -137,14 +126,15 @@ def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _mask(outputs: Iterable[torch.Tensor], weight: torch.Tensor) -> None:
+def _mask(outputs: Any, weight: torch.Tensor) -> None:
     """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device.
 
     A loss that does not call the model, but modules of it, has no outputs here: its gradients are NaN then, and the
     step is refused.
     """
-    for one in outputs:
-        one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
+    for one in pytree.tree_leaves(outputs):
+        if isinstance(one, torch.Tensor) and one.requires_grad:
+            one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:
