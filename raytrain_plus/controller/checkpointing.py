@@ -83,7 +83,7 @@ class Checkpoints:
         self._publishing: set[str] = set()
         self._writers: dict[int, Sequence[Member]] = {}
         self._lacking: dict[int, Pieces] = {}
-        """What the writers of the checkpoints with a generation's number do not write, if that is anything."""
+        """By a generation's number, the pieces of the state that none of its writers has; only if there are any."""
         self._layout: Sequence[Member] = ()
         self._resumptions = list((order.past or Past()).resumptions)
         self._failure = -1, ""

@@ -269,11 +269,15 @@ class ModelHandOver:
         leads = self.machine.group.leads
         best = self._best
         manifest = None if best is None else self.checkpoints.complete(best)
-        # A run that is stopped may end with several stages on one worker, in copies: it can read only one of them.
-        alone = len({name for name, _ in leads}) < len(leads)
-        if manifest is None or self._step > self.checkpoints.durable or alone:
-            why = "could not be saved" if manifest is None else "cannot be read while the last one is not saved"
-            why = "cannot be read by the workers that are left" if alone else why
+        why = ""
+        if manifest is None:
+            why = "could not be saved"
+        elif self._step > self.checkpoints.durable:
+            why = "cannot be read while the last one is not saved"
+        elif len({name for name, _ in leads}) < len(leads):
+            # A run that is stopped may end with several stages on one worker, in copies: it can read only one of them.
+            why = "cannot be read by the workers that are left"
+        if manifest is None or why:
             self.journal.note(f"the best state {why}: the model is the one after step {self._step + 1}")
             self._export(leads, self._step)
             return
@@ -332,16 +336,15 @@ class ModelHandOver:
 
     @property
     def _best(self) -> int | None:
-        """The step with the best value so far; None if there is none."""
+        """The step with the best value so far; None before any."""
         return None if self.best is None else verdict(self.best, self.journal.history).best
 
     @property
     def _kept(self) -> bool:
         """Whether a checkpoint has the state that the run ends with, with its metrics if it is the best."""
-        saved = self._step <= self.checkpoints.durable
-        if not saved or self.best is None or self._best != self._step:
-            return saved
-        return self.checkpoints.has(self._step, self.best.metric)
+        if self._step > self.checkpoints.durable:
+            return False
+        return self.best is None or self.checkpoints.has(self._step, self.best.metric) or self._best != self._step
 
     def _keeps_the_end(self) -> bool:
         """Request a checkpoint of the state that the run ends with; return whether one is being made."""

@@ -124,8 +124,8 @@ class Formation:
             replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
             owners = tuple(command.owners[name] for name in ring_of[seat]) if command.owners else ()
-            gives_here = gives[member.worker]
-            self._assign(command, seat, rings[seat], replica, gives_here, shares[seat], own, owners, saved)
+            given_here = gives[member.worker]
+            self._assign(command, seat, rings[seat], replica, given_here, shares[seat], own, owners, saved)
             if member.worker in sources:
                 taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.

@@ -61,6 +61,9 @@ NOTHING_ADDED = "nothing added"
 False in the states of older versions, which did not notice it.
 """
 
+RULES = (LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED)
+"""The keys of `Holding.rules`: all are True in the state of a run that this version begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -245,4 +248,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     # States of older versions have no counts.
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
-    holding.rules.update(dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED), False) | tree.get("rules", {}))
+    holding.rules.update(dict.fromkeys(RULES, False) | tree.get("rules", {}))

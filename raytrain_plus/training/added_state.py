@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -9,7 +11,7 @@ from raytrain_plus.errors import TrainingError
 
 
 class AddedState:
-    """What a module keeps when it is built, compared once with what it keeps after its first forward pass.
+    """Compares once what a module keeps after its first forward pass with what it kept when it was built.
 
     Buffers that are not persistent are the module's own: nobody synchronises, copies or saves those that appear.
     """
@@ -44,9 +46,13 @@ def _kept(module: nn.Module) -> dict[str, str]:
     found = {name: "parameter" for name, _ in module.named_parameters(remove_duplicate=False)}
     saved = module.state_dict(keep_vars=True).keys()
     found |= {name: "buffer" for name, _ in module.named_buffers(remove_duplicate=False) if name in saved}
+    return found | dict.fromkeys(plain_tensors(module), "tensor")
+
+
+def plain_tensors(module: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors of a module that are neither parameters nor buffers, so that nobody copies them."""
     for place, part in module.named_modules():
         for attribute, held in vars(part).items():
             # A tensor computed from parameters (as by weight_norm) is not state.
             if isinstance(held, torch.Tensor) and held.grad_fn is None:
-                found[f"{place}.{attribute}" if place else attribute] = "tensor"
-    return found
+                yield f"{place}.{attribute}" if place else attribute

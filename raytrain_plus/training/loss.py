@@ -85,7 +85,7 @@ def weighted_loss(
     parameter.
     """
     outputs: list[Any] = []
-    # What the model returns, of which only a weight on a device needs anything.
+    # Only a weight on a device needs what the model returns.
     handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
     try:
         found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)

@@ -25,7 +25,7 @@ class Means(NamedTuple):
     of_rows: Mapping[str, float]
     """Means of what was given for each row, which count with the rows."""
     weight: float
-    """What the batch counts: its rows, its tokens if `data.collate` packs them, or what the task says."""
+    """The batch's weight: its rows, its tokens if `data.collate` packs them, or the number that the task returns."""
 
 
 class MetricSums:

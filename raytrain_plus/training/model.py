@@ -15,6 +15,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.units import MARK
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
+from raytrain_plus.training.added_state import plain_tensors
 from raytrain_plus.training.randomness import random_key, set_random_key
 
 WHOLE = ("",)
@@ -406,15 +407,12 @@ def _check_module(value: Any, source: str) -> None:
         raise no_parameter()
     for name, part in value.named_modules():
         _check_kind(part, f"{source}: '{name}'" if name else source)
-        for attribute, held in vars(part).items():
-            # A tensor computed from parameters (as by weight_norm) is not state.
-            if isinstance(held, torch.Tensor) and held.grad_fn is None:
-                where = f"{name}.{attribute}" if name else attribute
-                raise TaskError(
-                    f"{source}: '{where}' is a plain tensor, which is not copied to other workers",
-                    expected="only parameters and buffers",
-                    remedy=f"self.register_buffer('{attribute}', ..., persistent=False)",
-                )
+    for where in plain_tensors(value):
+        raise TaskError(
+            f"{source}: '{where}' is a plain tensor, which is not copied to other workers",
+            expected="only parameters and buffers",
+            remedy=f"self.register_buffer('{where.rpartition('.')[2]}', ..., persistent=False)",
+        )
 
 
 def _check_kind(part: nn.Module, where: str) -> None:

@@ -32,8 +32,7 @@ def ask_for_optimizer(
 ) -> torch.optim.Optimizer:
     """Return what `Task.optimizer` returns for these (name, parameter) pairs.
 
-    `model`: for tasks that ask for it; None if there is none here. Raises `TaskError` if there is none and the task
-    needs it.
+    `model`: for tasks that ask for it; None if no worker has one. Raises `TaskError` if the task asks in vain.
     """
     if not takes_model(task):
         return task.optimizer(named)
@@ -121,7 +120,7 @@ def _where(task: Task) -> str:
     return f"optimizer() of the task {type(task).__name__}"
 
 
-def unknown_parameters(task: Task, known: Collection[int]) -> list[tuple[str, Any]]:
+def _unknown_parameters(task: Task, known: Collection[int]) -> list[tuple[str, Any]]:
     """Return the trainable tensors among the task's attributes, by name, that are not `known` by their identity."""
     found: list[tuple[str, Any]] = []
     for name, held in vars(task).items():
@@ -139,7 +138,7 @@ def check_own_parameters(task: Task, known: Collection[int]) -> None:
 
     They belong to no worker's state: nobody sums, divides, changes or saves them.
     """
-    used = [name for name, value in unknown_parameters(task, known) if value.grad is not None]
+    used = [name for name, value in _unknown_parameters(task, known) if value.grad is not None]
     if used:
         raise TaskError(
             f"the loss depends on the task's own parameter '{used[0]}', which no optimizer changes and no checkpoint "

@@ -32,8 +32,8 @@ from raytrain_plus.state.holding import (
     LEFT_ALONE,
     METRICS,
     NOTHING_ADDED,
+    RULES,
     SKIPPED,
-    WEIGHTED,
     Holding,
     model_state,
     rows_held,
@@ -156,7 +156,7 @@ class TrainState:
         """
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys((LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED), True)
+        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys(RULES, True)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
             put(first_scale(shard_rows), self.counts)
@@ -407,7 +407,7 @@ class TrainState:
 
     @property
     def trained_in_evaluation(self) -> str:
-        """The first module with trained parameters of its own that stays in evaluation mode; empty if there is none."""
+        """The first module with trained parameters of its own that stays in evaluation mode; empty without one."""
         kept = {id(one) for part in self.parts for one in part.in_evaluation}
         found = (
             str(name)

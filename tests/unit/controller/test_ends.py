@@ -19,8 +19,9 @@ from raytrain_plus.membership.machine import Rule
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.training.early_stop import Evaluations
-from tests.unit.controller.ends import METRIC, Accused, Ends, Writer, expected_of
+from tests.unit.controller.ends import Accused, Ends, expected_of
 from tests.unit.controller.fakes import job_of
+from tests.unit.controller.simulated_worker import METRIC, Writer
 
 LAYERS = tuple(Layer(name, 1.0, 64, parameters=8) for name in "ab")
 SLICED = tuple(Layer(name, 1.0, 64, parameters=8, sliced_bytes=32, sliced_parameters=4) for name in "ab")
