@@ -133,6 +133,28 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether a backward pass calls something that was registered with the module, or its own parameters."""
+    of_parameters = any(value._backward_hooks for value in module.parameters(recurse=False))
+    return bool(module._backward_hooks or module._backward_pre_hooks) or of_parameters
+
+
+def has_accumulated_hooks(parameter: nn.Parameter) -> bool:
+    """Return whether something is called after each gradient has been added to that of the parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the module's own buffers, by name: what it uses, not a copy."""
+    found: dict[str, torch.Tensor | None] = module._buffers
+    return found
+
+
+def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return those of the module's own buffers that are not persistent, by name."""
+    return {name: value for name, value in module._buffers.items() if name in module._non_persistent_buffers_set}
+
+
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:
     """Return the module's own buffer `name`; the module's attribute access may be overridden."""
     return module._buffers[name]

@@ -19,6 +19,7 @@ from raytrain_plus.collective.world import Work, World
 from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_dtype, nothing
 
 _CPU = torch.device("cpu")
@@ -126,6 +127,14 @@ class Gradients:
         for given in self._given:
             given[:] = [0.0] * len(given)
         self._sums_of = None
+
+    def weigh(self, weight: Weight) -> None:
+        """Have the gradients of the next backward pass count by a weight; without one they count as they are.
+
+        Those of weight 0 must be zeros.
+        """
+        for wire in self._wires:
+            wire.weigh(weight)
 
     def end_shard(self) -> None:
         """End a shard whose gradients are complete, before the next shard."""

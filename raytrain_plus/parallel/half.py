@@ -24,6 +24,7 @@ import torch
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.errors import TaskError
+from raytrain_plus.parallel.weighting import Weight, Weighting, multiply
 from raytrain_plus.parallel.wire import Named, Plain, Rider, Wire, allocate_bucket, gradient_dtype, nothing
 from raytrain_plus.torch_compat import write_count
 
@@ -81,15 +82,21 @@ class Half:
         self._dtype = dtype
         self._total: torch.Tensor | None = None
         """The sums in float32 if the bucket has 16 bits, which hold the means but perhaps not the sums."""
+        self._weighting = Weighting()
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
         for tensor in (self._bucket, self.rider, self.given, self.flushed):
             tensor.zero_()
+        self._weighting.begin()
 
     def writes(self) -> int:
         """See `Wire`."""
         return write_count(self._bucket)
+
+    def weigh(self, weight: Weight) -> None:
+        """See `Wire`."""
+        self._weighting.next(self._bucket, weight)
 
     def end_shard(self) -> None:
         """See `Wire`: they are in it."""
@@ -98,7 +105,8 @@ class Half:
         """See `Wire`."""
         works = [world.reduce(self.rider, f"{name}.rider")] if len(self.rider) else []
         if len(self.given) and not (world.size == 1 and self._bucket.dtype in HALVES):
-            works.append(_Exchange(world, self._bucket, self.given, self._dtype, name, self._summed))
+            weight = self._weighting.take()
+            works.append(_Exchange(world, self._bucket, weight, self.given, self._dtype, name, self._summed))
         return works
 
     def _summed(self, values: torch.Tensor, given: torch.Tensor, flushed: torch.Tensor) -> None:
@@ -113,7 +121,7 @@ class Half:
         """See `Wire`."""
         total, self._total = self._total, None
         if total is None:
-            self._bucket.mul_(1.0 / weight)
+            self._bucket.mul_(self._weighting.take() / weight)
         else:
             self._bucket.copy_(total.mul_(1.0 / weight))
 
@@ -129,13 +137,16 @@ class _Exchange:
         self,
         world: World,
         bucket: torch.Tensor,
+        weight: Weight,
         given: torch.Tensor,
         dtype: torch.dtype,
         name: str,
         summed: Summed,
     ) -> None:
-        """Begin; `summed` is called at the end with the sums, which parameters have a gradient, and how many values
-        were sent as zero.
+        """Begin; `weight`: by what the gradients are multiplied.
+
+        `summed` is called at the end with the sums, which parameters have a gradient, and how many values were sent as
+        zero.
         """
         self._world = world
         self._count = len(bucket)
@@ -146,6 +157,7 @@ class _Exchange:
         length = -(-len(bucket) // world.size)
         values = torch.zeros(world.size, length, dtype=self._added_in, device=bucket.device)
         values.view(-1)[: len(bucket)] = bucket
+        multiply(values, weight)
         self._sent, self._received, self._sums = (
             _Parts.allocated(count, len(given), length, dtype, bucket.device) for count in (world.size, world.size, 1)
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
+from raytrain_plus.parallel.weighting import Weight, Weighting, multiply
 from raytrain_plus.torch_compat import write_count
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -49,6 +50,9 @@ class Wire(Protocol):
     def writes(self) -> int:
         """Return how often gradients have been written in place."""
 
+    def weigh(self, weight: Weight) -> None:
+        """Have what is added to the gradients from now on count by a weight; without one it counts as it is."""
+
     def end_shard(self) -> None:
         """End a shard whose gradients are complete, before the next one begins."""
 
@@ -78,25 +82,34 @@ class Plain:
         self._gradients = self._bucket[:own]
         self.given = self._bucket[own : own + len(named)]
         self.rider = self._bucket[own + len(named) :]
+        self._weighting = Weighting()
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
         self._bucket.zero_()
+        self._weighting.begin()
 
     def writes(self) -> int:
         """See `Wire`."""
         return write_count(self._bucket)
+
+    def weigh(self, weight: Weight) -> None:
+        """See `Wire`."""
+        self._weighting.next(self._gradients, weight)
 
     def end_shard(self) -> None:
         """See `Wire`: every shard adds to the bucket."""
 
     def submit(self, world: World, name: str) -> Sequence[Work]:
         """See `Wire`."""
+        if world.size > 1:
+            multiply(self._gradients, self._weighting.take())
         return [world.reduce(self._bucket, name)]
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""
-        self.scale(1.0 / weight)
+        # A worker alone multiplies once.
+        self._gradients.mul_(self._weighting.take() / weight)
 
     def scale(self, factor: float) -> None:
         """See `Wire`."""
@@ -118,25 +131,36 @@ class Exact:
         sizes = {name: parameter.numel() for name, parameter in named}
         self.exact = ExactSum(sizes, shards, self._bucket.device, len(named) + rider(torch.float64))
         self.given, self.rider = self.exact.rider[: len(named)], self.exact.rider[len(named) :]
+        self._weighting = Weighting()
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """See `Wire`."""
         self._bucket.zero_()
+        self._weighting.begin()
         self.exact.begin(scales)
 
     def writes(self) -> int:
         """See `Wire`."""
         return write_count(self._bucket)
 
+    def weigh(self, weight: Weight) -> None:
+        """See `Wire`."""
+        self._weighting.next(self._bucket, weight)
+
     def end_shard(self) -> None:
         """See `Wire`."""
-        self.exact.add(self.views)
+        self._add()
         self._bucket.zero_()
 
     def submit(self, world: World, name: str) -> Sequence[Work]:
         """See `Wire`."""
-        self.exact.add(self.views)
+        self._add()
         return [world.reduce(self.exact.wire, name)]
+
+    def _add(self) -> None:
+        """Add the gradients of a shard to the sums."""
+        multiply(self._bucket, self._weighting.take())
+        self.exact.add(self.views)
 
     def take_means(self, weight: float) -> None:
         """See `Wire`."""

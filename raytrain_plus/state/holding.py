@@ -61,7 +61,13 @@ NOTHING_ADDED = "nothing added"
 False in the states of older versions, which did not notice it.
 """
 
-RULES = (LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED)
+MEAN_LOSS = "mean loss"
+"""A key of `Holding.rules`: the mean loss of each microbatch is backpropagated, and its gradients are weighted later.
+
+False in the states of older versions, which backpropagated the loss times its weight, as hooks then saw it.
+"""
+
+RULES = (LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED, MEAN_LOSS)
 """The keys of `Holding.rules`: all are True in the state of a run that this version begins."""
 
 

@@ -86,7 +86,6 @@ def build_state(
         exact=job.reduction == "exact",
         make_wire=_wire(job),
         technique=technique_of(job, device),
-        shard_rows=job.data.batch_size // job.data.shards,
         division=division,
         rebuild=(lambda: build_layers(task, job.seed, device)) if full else None,
         link=link,

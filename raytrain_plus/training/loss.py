@@ -14,6 +14,7 @@ from torch import nn
 from raytrain_plus.data.collate import default_weight
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import pytree
@@ -42,11 +43,19 @@ class TaskLoss(NamedTuple):
     metrics: Mapping[str, Number]
     """Means by name, weighted as the loss is."""
 
-    def weighted(self, factor: float = 1.0) -> torch.Tensor:
-        """Return the loss times its weight and `factor`, the same bits wherever the weight is."""
-        if isinstance(self.weight, torch.Tensor):
-            return self.loss * (self.weight.to(torch.float64) * factor).to(self.loss.dtype)
-        return self.loss * (self.weight * factor)
+    def objective(self, factor: float, *, mean: bool) -> Objective:
+        """Return what is backpropagated: the loss times `factor`.
+
+        `mean`: see `state.holding.MEAN_LOSS`; else times the weight, the same bits wherever that is.
+        """
+        weight = self.weight
+        if isinstance(weight, torch.Tensor):
+            weight = weight.to(torch.float64)
+        if mean:
+            return Objective(self.loss if factor == 1.0 else self.loss * factor, weight)
+        if isinstance(weight, torch.Tensor):
+            return Objective(self.loss * (weight * factor).to(self.loss.dtype), 1.0)
+        return Objective(self.loss * (weight * factor), 1.0)
 
 
 def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
@@ -70,7 +79,7 @@ def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
     return TaskLoss(loss, weight, _metrics(result.get("metrics", {}), who))
 
 
-def weighted_loss(
+def objective(
     task: Task,
     model: nn.Module,
     microbatch: Microbatch,
@@ -78,11 +87,13 @@ def weighted_loss(
     on_device: Callable[[Any], Any],
     reports: ShardReports,
     factor: float = 1.0,
-) -> torch.Tensor:
-    """Return the weighted loss of a microbatch times `factor`, and add its mean to the reports.
+    *,
+    mean: bool = True,
+) -> Objective:
+    """Return what is backpropagated of a microbatch, and add its mean loss to the reports.
 
-    `on_device` copies a batch to the model's device. Raises `TrainingError` if the loss depends on no trained
-    parameter.
+    `on_device` copies a batch to the model's device. `factor`, `mean`: see `TaskLoss.objective`. Raises `TrainingError`
+    if the loss depends on no trained parameter.
     """
     outputs: list[Any] = []
     # Only a weight on a device needs what the model returns.
@@ -96,8 +107,8 @@ def weighted_loss(
     if isinstance(found.weight, torch.Tensor):
         _mask(outputs, found.weight)
     elif not found.weight and found.loss.requires_grad:
-        return _without_effect(found.loss)
-    return found.weighted(factor)
+        return Objective(_without_effect(found.loss), 0.0)
+    return found.objective(factor, mean=mean)
 
 
 def _without_effect(loss: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The scale of the loss with `precision: fp16`: gradients that are too small for float16 would become zero. Pure.
 
-The loss of each microbatch is multiplied by its weight and by the scale, and the sums of gradients are divided by both.
-The scale is a power of two, so neither changes a digit. Gradients that are not finite have overflowed: the step is
+The mean loss of each microbatch is multiplied by the scale, and the means of gradients are divided by it. The scale is
+a power of two, so neither changes a digit. Gradients that are not finite have overflowed: the step is
 computed again with half the scale. Its rows are never lost, as they are where such steps are skipped. After many steps
 without an overflow, the scale is doubled.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from raytrain_plus.state.holding import LOSS_SCALE, LOSS_SCALE_STEPS
 
 FIRST = 16
-"""Exponent of the first scale of a mean loss."""
+"""Exponent of a run's first scale."""
 LARGEST = 24
 """Exponent of the largest scale."""
 GROWTH_STEPS = 2000
@@ -37,7 +37,9 @@ class LossScale:
         return math.ldexp(1.0, self.exponent)
 
     def halved(self, weight: float) -> LossScale | None:
-        """Return half the scale, or None if the mean loss of a microbatch of that `weight` is not scaled any more.
+        """Return half the scale, or None if the mean loss of a microbatch is not scaled any more.
+
+        `weight`: by what the mean loss is multiplied, too; 1 but in runs of older versions.
 
         >>> LossScale(1).halved(1.0), LossScale(0).halved(1.0), LossScale(-9).halved(1024.0)
         (LossScale(exponent=0, steps=0), None, LossScale(exponent=-10, steps=0))
@@ -53,11 +55,6 @@ class LossScale:
         if self.steps + 1 < GROWTH_STEPS:
             return LossScale(self.exponent, self.steps + 1)
         return LossScale(min(self.exponent + 1, LARGEST))
-
-
-def first_scale(rows: int) -> LossScale:
-    """Return the scale of a run's first step, if a microbatch has so many rows; it weighs as many, as a rule."""
-    return LossScale(FIRST - max(rows, 1).bit_length() + 1)
 
 
 def put(scale: LossScale, counts: MutableMapping[str, int]) -> None:

@@ -15,11 +15,12 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.units import is_slice, layer_of_unit
-from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
-from raytrain_plus.parallel.pipeline.transport import Tensors
+from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.slicing import Slicing
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
 from raytrain_plus.training.footprint import kept_bytes
@@ -191,8 +192,7 @@ def forward(chunk: Chunk, work: PassWork, given: Tensors | None) -> Any:
 def backward(chunk: Chunk, output: Any) -> None:
     """Run the layer's backward pass, with gradients of one."""
     if isinstance(output, Tensors):
-        gradients: list[torch.Tensor | None] = [torch.ones_like(one) for one in output.values if one.requires_grad]
-        chunk.set_local_bwd_input(gradients, 0)
+        chunk.set_local_bwd_input(Returned([torch.ones_like(one) for one in output.values if one.requires_grad]), 0)
     chunk.backward_one_chunk(0)
 
 
@@ -237,14 +237,14 @@ class Alone:
         """See `chunk.PassWork`."""
         return to_device(self._microbatch.batch, self._device, copy=True)
 
-    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
         """See `chunk.PassWork`."""
         found = task_loss(self._task, model, batch, self._microbatch.rows)
         check_depends(found.loss, "the loss of a microbatch")
-        return found.weighted()
+        return Objective(found.loss, 1.0)
 
     @contextmanager
-    def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:
+    def computing(self, kind: Kind, chunk: int, microbatch: int, weight: Weight | None = None) -> Iterator[None]:
         """See `chunk.PassWork`."""
         set_random_key(random_key(self._seed, "measure", chunk))
         self._wait()

@@ -17,7 +17,7 @@ from raytrain_plus.parallel.half import check_carried, ring_wire
 from raytrain_plus.parallel.wire import Exact, MakeWire, Rider
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.torch_compat import write_count
+from raytrain_plus.torch_compat import has_accumulated_hooks, write_count
 from raytrain_plus.training import header
 from raytrain_plus.training.added_state import AddedState
 from raytrain_plus.training.buffers import Buffers
@@ -45,6 +45,8 @@ class ModelPart:
     """The modules that were built in evaluation mode, and stay in it."""
     added: AddedState
     """Refuses what its first forward pass adds to it."""
+    hooked: Sequence[str]
+    """The trained parameters with hooks that see the sum of what was added to their gradients."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -71,6 +73,15 @@ class ModelPart:
         keyed = self.keys.begin("evaluate", shard, microbatch)
         with self.keys.opened(keyed), self.technique.precision.autocast():
             yield
+
+    def check_hooks(self) -> None:
+        """Raise `TrainingError` for hooks that would see other gradients on other numbers of workers."""
+        if self.hooked:
+            raise TrainingError(
+                f"the parameter '{self.hooked[0]}' has a hook of register_post_accumulate_grad_hook, which would see "
+                "the sum over as many microbatches as its worker has computed: use register_hook, which sees the "
+                "gradient of each microbatch"
+            )
 
     def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise `TrainingError` if a parameter was written since `before`."""
@@ -135,6 +146,7 @@ def _make_part(
     gathered: bool,
 ) -> ModelPart:
     named, in_evaluation = list(built.module.named_parameters()), modules_in_evaluation(built.module)
+    hooked = [name for name, value in named if value.requires_grad and has_accumulated_hooks(value)]
     check_summable(named, exact=exact_shards is not None)
     keys = LayerKeys(built.module, built.layers, seed)
     masters = technique.apply(built, keys.recall)
@@ -162,6 +174,7 @@ def _make_part(
         masters,
         in_evaluation,
         AddedState(built.module),
+        hooked,
     )
 
 

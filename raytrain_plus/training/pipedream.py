@@ -21,7 +21,9 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.world import Work
+from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.parallel.wire import Named
 from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.context import StepContext
@@ -177,13 +179,13 @@ class _WindowWork:
             del self._open[step]
         return given
 
-    def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
+    def loss(self, number: int, model: nn.Module, given: Any) -> Objective:
         """See `chunk.PassWork`."""
         place = self._place(number)
         return self._stage.loss(model, given, place, self._reports.setdefault(place.step, ShardReports()))
 
     @contextmanager
-    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+    def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
         """See `chunk.PassWork`."""
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
@@ -206,6 +208,8 @@ class _WindowWork:
             self._stage.handovers.finish_one("backward", chunk - 1, number - 2)
             keyed = self._keyed.pop(number)
             keyed.backward()
+            if weight is not None:
+                part.gradients.weigh(weight)
             reducing = self._reducing(step, shard, chunk) if number == self._last_of[step] else nullcontext()
             with part.keys.opened(keyed), self._weights.backward(number), reducing:
                 yield

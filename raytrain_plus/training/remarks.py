@@ -67,6 +67,24 @@ def too_small(values: int, step: int) -> Remark:
     )
 
 
+def attributes_changed(which: Sequence[str]) -> Remark:
+    """Return that a step changes these attributes, named with whose they are."""
+    return Remark(
+        "attributes changed",
+        f"a step changes {', '.join(which[:NAMED])}{', ...' * (len(which) > NAMED)}: each worker has its own, and no "
+        "checkpoint has any. If more than a cache, keep it in a buffer: self.register_buffer(...)",
+    )
+
+
+def scaled_hooks() -> Remark:
+    """Return that hooks see the gradients of losses that are scaled."""
+    return Remark(
+        "scaled hooks",
+        "with precision: fp16 the model's hooks see gradients of the loss times its scale, as with GradScaler; limits "
+        "in them, such as of clamp, mean something else than in fp32",
+    )
+
+
 def standing_still(step: int) -> Remark:
     """Return that the steps up to this one change no weights."""
     return Remark(
@@ -82,6 +100,15 @@ def rows_counted() -> Remark:
         "rows counted",
         "this run was begun by an older version: as before, its evaluations count rows, not the weight that the task's "
         "loss returns",
+    )
+
+
+def loss_weighted() -> Remark:
+    """Return that a run backpropagates its losses times their weights."""
+    return Remark(
+        "loss weighted",
+        "this run was begun by an older version: as before, hooks and custom backward passes see gradients times the "
+        "weight of their microbatch",
     )
 
 

@@ -16,18 +16,19 @@ from raytrain_plus.data.collate import counts_tokens, default_weight
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.in_turn import OneByOne, Runner
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
-from raytrain_plus.state.holding import WEIGHTED
+from raytrain_plus.parallel.weighting import Weight
+from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training import header
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.header import Flags
-from raytrain_plus.training.loss import held_out_metrics, weighted_loss
+from raytrain_plus.training.loss import held_out_metrics, objective
 from raytrain_plus.training.metric_sums import Means, MetricSums, ShardBatches, checked
 from raytrain_plus.training.part import ModelPart
 from raytrain_plus.training.rider import Rider
@@ -160,11 +161,12 @@ class ReplicaStage:
                 self.agreement.send_note("batch", 0, batches, member)
         return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
-    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> torch.Tensor:
-        """See `loss.weighted_loss`. `given`: the batch, with the start position and the row ids for the ledger."""
+    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> Objective:
+        """See `loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)
-        return weighted_loss(self.task, model, microbatch, place, self.on_device, reports, self.sums.loss_factor)
+        factor, mean = self.sums.loss_factor, self.rules[MEAN_LOSS]
+        return objective(self.task, model, microbatch, place, self.on_device, reports, factor, mean=mean)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -346,7 +348,7 @@ class HeldOut:
         return held_out_metrics(self._stage.task, model, batch, self.rows(number), weighted=weighted)
 
     @contextmanager
-    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+    def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
         """See `chunk.PassWork`."""
         part = self._stage.parts[chunk]
         self._control.check()

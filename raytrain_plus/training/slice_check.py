@@ -25,8 +25,8 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.units import layer_of_unit, number_of_unit, whole_weight
-from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.transport import Tensors
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
+from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.modules import part_of
 from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, cuts_of
@@ -46,8 +46,6 @@ consist of rounding errors alone, such as that of a bias of keys."""
 
 Gradients = Mapping[str, torch.Tensor]
 """Of weights, by name."""
-Back = list[torch.Tensor | None]
-"""Gradients of what a layer gets."""
 
 
 def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) -> None:
@@ -79,11 +77,11 @@ class _Noting(Alone):
 
     metrics: Mapping[str, float] = MappingProxyType({})
 
-    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
         """See `chunk.PassWork`."""
         found = task_loss(self._task, model, batch, self.rows(microbatch))
         self.metrics = {name: float(value) for name, value in found.metrics.items()}
-        return found.weighted()
+        return Objective(found.loss, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,7 @@ class _Passed:
     @property
     def values(self) -> list[torch.Tensor]:
         """The tensors of the output."""
-        return self.output.values if isinstance(self.output, Tensors) else [self.output]
+        return self.output.values if isinstance(self.output, Tensors) else [self.output.loss]
 
 
 class _Check:
@@ -150,7 +148,7 @@ class _Check:
     def gradients(self) -> None:
         """Compare the gradients of the weights, from the last layer to the first."""
         compared: list[_Difference] = []
-        back: list[Back] = [[] for _ in self._slicings]
+        back = [Returned([]) for _ in self._slicings]
         for number, built in zip(reversed(range(len(self._names))), self._built(self._names[::-1]), strict=True):
             name = self._names[number]
             expected, found, together = self._forward(number, name, built)
@@ -204,14 +202,14 @@ def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, 
     return _Passed(chunk, output, drawn, work.metrics)
 
 
-def _backward(passed: _Passed, back: Back) -> tuple[Gradients, Back]:
+def _backward(passed: _Passed, back: Returned) -> tuple[Gradients, Returned]:
     """Run the backward pass of a layer, given the gradients of its outputs; return those of its weights and inputs."""
     chunk = passed.chunk
     if isinstance(passed.output, Tensors):
         chunk.set_local_bwd_input(back, 0)
     chunk.backward_one_chunk(0)
     weights = {name: value.grad for name, value in chunk.submod.named_parameters() if value.grad is not None}
-    return weights, [] if chunk.is_first else chunk.get_local_bwd_output(0)
+    return weights, Returned([]) if chunk.is_first else chunk.get_local_bwd_output(0)
 
 
 def _said(name: str) -> str:

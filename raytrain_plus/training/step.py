@@ -1,7 +1,7 @@
 """A step is a transaction: everything is summed first, and only then does anything change.
 
     each hosted shard, in order
-        committed buffers back -> each microbatch: keys set, forward, weighted backward
+        committed buffers back -> each microbatch: keys set, forward, backward of the mean loss
     last backward of all:  buckets submitted as they fill; the header rides on the first
     all sums complete -> divided by the weight -> checked -> clipped -> optimizer, scheduler, buffers    = applied
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from raytrain_plus.device_clock import marks
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.state.holding import LEFT_ALONE, SKIPPED
+from raytrain_plus.state.holding import LEFT_ALONE, MEAN_LOSS, SKIPPED
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
@@ -131,7 +131,7 @@ class SynchronousSteps:
                 if one.search is not None and not refused:
                     log.warning("step %d was not finite, but is finite when recomputed: check for faulty memory", step)
                 return self._apply(step, computed, refused, reduce_s, context)
-            half = _half(one, computed, self.state.shards)
+            half = self._half(one, computed)
             one = self._next_try(step, one, half, computed.status, context)
             tries = tries - 1 if half is None else TRIES
         raise TrainingError(
@@ -195,6 +195,13 @@ class SynchronousSteps:
             sums.hand_over()
         return _Means(absent, sums.norms())
 
+    def _half(self, one: _Try, computed: _Computed) -> LossScale | None:
+        """Return half the scale of the loss if gradients have overflowed that may not with it."""
+        if one.loss_scale is None or computed.totals.bad_shards or not overflows(computed.status.squares):
+            return None
+        mean = self.state.rules[MEAN_LOSS]
+        return one.loss_scale.halved(1.0 if mean else computed.totals.weight / self.state.shards)
+
     def _next_try(self, step: int, one: _Try, half: LossScale | None, status: SumStatus, context: StepContext) -> _Try:
         """Return how a step is computed again whose sums do not fit their grids, or are not finite.
 
@@ -236,10 +243,3 @@ class SynchronousSteps:
                 f"; {skipped} consecutive steps were not finite, and `elastic.on_nonfinite: skip` allows {skipped - 1}"
             )
         raise TrainingError(refused)
-
-
-def _half(one: _Try, computed: _Computed, shards: int) -> LossScale | None:
-    """Return half the scale of the loss if gradients have overflowed that may not with it."""
-    if one.loss_scale is None or computed.totals.bad_shards or not overflows(computed.status.squares):
-        return None
-    return one.loss_scale.halved(computed.totals.weight / shards)

@@ -18,7 +18,9 @@ from torch import nn
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.part import ModelPart
@@ -90,12 +92,12 @@ class ReplicaStep:
         """See `chunk.PassWork`. The batch comes with the values for the ledger."""
         return self._batches[number]
 
-    def loss(self, number: int, model: nn.Module, given: Any) -> torch.Tensor:
+    def loss(self, number: int, model: nn.Module, given: Any) -> Objective:
         """See `chunk.PassWork`."""
         return self._stage.loss(model, given, self._place(number), self._reports)
 
     @contextmanager
-    def computing(self, kind: Kind, chunk: int, number: int) -> Iterator[None]:
+    def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
         """See `chunk.PassWork`."""
         part, (shard, index) = self._stage.parts[chunk], self.places[number]
         last_of_shard = index + 1 == len(self._shards[shard])
@@ -114,6 +116,8 @@ class ReplicaStep:
         else:
             keyed = self._keyed[chunk, number]
             keyed.backward()
+            if weight is not None:
+                part.gradients.weigh(weight)
             with part.keys.opened(keyed), part.buffers.swapped(self._seen[chunk, number]), reducing:
                 yield
             if kind in ("B", "W"):

@@ -30,6 +30,7 @@ from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import (
     AS_BUILT,
     LEFT_ALONE,
+    MEAN_LOSS,
     METRICS,
     NOTHING_ADDED,
     RULES,
@@ -47,7 +48,7 @@ from raytrain_plus.training.division import Division
 from raytrain_plus.training.gathered import Gathered
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.layer_sums import LayerSums
-from raytrain_plus.training.loss_scale import LossScale, first_scale, found_in, put
+from raytrain_plus.training.loss_scale import FIRST, LossScale, found_in, put
 from raytrain_plus.training.model import Built, as_one, set_training
 from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.part import header_rider, make_parts, wires
@@ -89,17 +90,16 @@ class TrainState:
         make_wire: MakeWire = ring_wire,
         bucket_bytes: int | None = None,
         technique: Technique = PLAIN,
-        shard_rows: int = 1,
         division: Division | None = None,
         rebuild: Callable[[], Iterable[Built]] | None = None,
         link: Link | None = None,
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. `shard_rows`: the rows of a shard in a step.
-        `division`: how the optimizer's state can be divided, if it is to be. `rebuild`: builds the layers of the model,
-        one after the other, in place of what was `built`: their weights then have memory only while they compute, and
-        the state has no rows of them before `begin_with`. `link`: that of the slices built.
+        `exact`: sums over shards are the same bits in any order. `division`: how the optimizer's state can be divided,
+        if it is to be. `rebuild`: builds the layers of the model, one after the other, in place of what was `built`:
+        their weights then have memory only while they compute, and the state has no rows of them before `begin_with`.
+        `link`: that of the slices built.
 
         Raises `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
@@ -135,10 +135,10 @@ class TrainState:
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
         self._copies = StateCopies(device)
-        self._before_first_step(shard_rows)
+        self._before_first_step()
         self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
 
-    def _before_first_step(self, shard_rows: int) -> None:
+    def _before_first_step(self) -> None:
         """Set what steps change beside the model and its optimizer, as it is before the first one."""
         self.last_applied: int | None = -1
         """The last applied step; None while the state is partially applied, also after an incomplete change."""
@@ -159,7 +159,7 @@ class TrainState:
         self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys(RULES, True)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
-            put(first_scale(shard_rows), self.counts)
+            put(LossScale(FIRST), self.counts)
 
     @property
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -400,6 +400,8 @@ class TrainState:
         for part in self.parts:
             if not self.rules[NOTHING_ADDED]:
                 part.added.allow()
+            if training and self.rules[MEAN_LOSS]:
+                part.check_hooks()
             if training:
                 set_training(part.module, part.in_evaluation if self.rules[AS_BUILT] else ())
             else:

@@ -17,12 +17,12 @@ from raytrain_plus.collective.world import Work
 from raytrain_plus.data.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
 from raytrain_plus.parallel.pipeline.timeline import Bar
-from raytrain_plus.state.holding import WEIGHTED
+from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.fault_search import FaultSearch
 from raytrain_plus.training.header import ShardReport, encode
-from raytrain_plus.training.loss import held_out_metrics, weighted_loss
+from raytrain_plus.training.loss import held_out_metrics, objective
 from raytrain_plus.training.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.passes import Shards
 from raytrain_plus.training.shard_reports import ShardReports
@@ -77,8 +77,15 @@ class WholePasses:
             control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
-                loss = weighted_loss(
-                    self._task, part.module, one, place, self._on_device, reports, self._sums.loss_factor
+                loss, weight = objective(
+                    self._task,
+                    part.module,
+                    one,
+                    place,
+                    self._on_device,
+                    reports,
+                    self._sums.loss_factor,
+                    mean=self._state.rules[MEAN_LOSS],
                 )
             if ends_shard:
                 part.buffers.end_shard(shard, used)
@@ -89,6 +96,7 @@ class WholePasses:
             control.check()
             control.compute(place, "backward")
             keyed.backward()
+            part.gradients.weigh(weight)
             with (
                 part.keys.opened(keyed),
                 # Nothing reads what a shard's last microbatch leaves in the buffers.

@@ -295,7 +295,6 @@ def own_loop(setting: Setting, one: Contestant, clip_norm: float | None) -> Step
         device=setting.device,
         exact=one.exact,
         technique=Technique(Precision("bf16", setting.device), compiled=setting.compiled),
-        shard_rows=ROWS // one.shards,
     )
     steps, control = whole_steps(state), Control()
     control.begin(0)

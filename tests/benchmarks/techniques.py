@@ -227,7 +227,6 @@ def state_of(made: ByteGPT, technique: Technique) -> TrainState:
         clip_norm=CLIP_NORM,
         device=CPU,
         technique=technique,
-        shard_rows=ROWS,
     )
 
 

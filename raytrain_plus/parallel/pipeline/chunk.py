@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -20,8 +20,17 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.membership.units import is_slice
 from raytrain_plus.parallel.autocast import check_modes, open_modes
 from raytrain_plus.parallel.pipeline.timeline import Kind
-from raytrain_plus.parallel.pipeline.transport import Handovers, Tensors, flattened
+from raytrain_plus.parallel.pipeline.transport import Handovers, Returned, Tensors, flattened
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.torch_compat import is_view
+
+
+class Objective(NamedTuple):
+    """What is backpropagated of a microbatch."""
+
+    loss: torch.Tensor
+    weight: Weight
+    """By what its gradients are multiplied, in their buckets."""
 
 
 class PassWork(Protocol):
@@ -33,11 +42,16 @@ class PassWork(Protocol):
     def batch(self, microbatch: int) -> Any:
         """Return the batch itself; called for the first and the last chunk."""
 
-    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return its loss, ready for the backward pass; called for the first and the last chunk."""
+    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
+        """Return its `Objective`; called for the first and the last chunk. Without a backward pass, anything."""
 
-    def computing(self, kind: Kind, chunk: int, microbatch: int) -> AbstractContextManager[None]:
-        """Return a context that is open while the chunk computes; it handles random numbers, buffers and interrupts."""
+    def computing(
+        self, kind: Kind, chunk: int, microbatch: int, weight: Weight | None = None
+    ) -> AbstractContextManager[None]:
+        """Return a context that is open while the chunk computes; it handles random numbers, buffers and interrupts.
+
+        `weight`: that of the gradients which are added to those of the chunk's weights; None if none are.
+        """
 
 
 @dataclass(slots=True)
@@ -50,6 +64,8 @@ class _OpenPass:
     """The outputs that take part in the backward pass; for the last chunk, the loss."""
     numbers: list[int]
     """The place of each of these among the outputs that can take part."""
+    weight: Weight = 1.0
+    """That of the gradients; comes with those of the outputs."""
     gradients: list[torch.Tensor] | None = None
     groups: list[dict[str, Any]] | None = None
     """The work left for the weights; None if there is none."""
@@ -93,9 +109,9 @@ class Chunk:
         self._open: dict[int, _OpenPass] = {}
         self._given: dict[int, Tensors] = {}
         """The inputs from another chunk of this stage."""
-        self._returned: dict[int, list[torch.Tensor | None]] = {}
+        self._returned: dict[int, Returned] = {}
         """The gradients returned by another chunk of this stage."""
-        self._back: dict[int, list[torch.Tensor | None]] = {}
+        self._back: dict[int, Returned] = {}
         """The gradients for the previous chunk."""
         first = next(layers.children(), layers)
         self._writes = any(getattr(module, "inplace", False) for module in first.modules())
@@ -156,13 +172,13 @@ class Chunk:
             else:
                 output = self._up_to_the_end(work, microbatch, batch)
         if self.is_last:
-            self._keep(microbatch, inputs, [output])
+            if torch.is_grad_enabled():
+                self._keep(microbatch, inputs, self._detachable([output.loss]), output.weight)
             return output
         tensors = flattened(output, self._last_layer)
-        if self._splits:
-            # The code for partial backward passes detaches outputs in place, which views do not support.
-            tensors.values[:] = [value.clone() if is_view(value) else value for value in tensors.values]
-        self._keep(microbatch, inputs, [value for value in tensors.values if value.requires_grad])
+        tensors.values[:] = self._detachable(tensors.values)
+        if torch.is_grad_enabled():
+            self._keep(microbatch, inputs, [value for value in tensors.values if value.requires_grad])
         to = self._holders[self.stage_index + 1]
         if to != self.group_rank:
             rows = self._rows(microbatch)
@@ -176,26 +192,32 @@ class Chunk:
         now = self._open[microbatch]
         if not self.is_last:
             # As in one process, no backward pass goes through an output that the loss does not depend on.
-            found = zip(now.outputs, now.numbers, self._take_gradients(microbatch), strict=True)
+            gradients, now.weight = self._take_gradients(microbatch)
+            found = zip(now.outputs, now.numbers, gradients, strict=True)
             given = [(output, number, gradient) for output, number, gradient in found if gradient is not None]
             now.outputs, now.numbers = [one[0] for one in given], [one[1] for one in given]
             now.gradients = [one[2] for one in given]
+        elif isinstance(now.weight, torch.Tensor) and self._before_is_elsewhere:
+            # Read before the backward pass is requested, whose end the host would wait for.
+            now.weight = float(now.weight)
         if full_backward:
-            with self._working.computing("B", self.stage_index, microbatch):
+            with self._working.computing("B", self.stage_index, microbatch, now.weight):
                 _backward(now)
             del self._open[microbatch]
         else:
-            with self._working.computing("I", self.stage_index, microbatch):
-                # If no input needs a gradient, the weights' part does everything.
-                if now.inputs and now.outputs:
+            # If no input needs a gradient, the weights' part does everything.
+            divided = bool(now.inputs and now.outputs)
+            alone = divided and not all(self._follow(now))
+            with self._working.computing("I", self.stage_index, microbatch, now.weight if alone else None):
+                if divided:
                     self._backward_input(now)
         if not self.is_first:
-            self._give_back(microbatch, now.inputs)
+            self._give_back(microbatch, now)
 
     def backward_weight_one_chunk(self, microbatch: int, last_backward: bool = False) -> None:
         """Run the rest of the backward pass of a microbatch: the gradients of the weights."""
         now = self._open.pop(microbatch)
-        with self._working.computing("W", self.stage_index, microbatch):
+        with self._working.computing("W", self.stage_index, microbatch, now.weight):
             if now.groups is None:
                 _backward(now)
             else:
@@ -224,13 +246,13 @@ class Chunk:
         values = [value.detach().requires_grad_(value.requires_grad) for value in given.values]
         self._given[microbatch] = Tensors(values, given.tree)
 
-    def get_local_bwd_output(self, microbatch: int) -> list[torch.Tensor | None]:
+    def get_local_bwd_output(self, microbatch: int) -> Returned:
         """Return the gradients for another chunk of this stage."""
         return self._back.pop(microbatch)
 
-    def set_local_bwd_input(self, gradients: list[torch.Tensor | None], microbatch: int) -> None:
+    def set_local_bwd_input(self, returned: Returned, microbatch: int) -> None:
         """Take the gradients that another chunk of this stage returns."""
-        self._returned[microbatch] = gradients
+        self._returned[microbatch] = returned
 
     def perform_reduce_grad(self, scale: int) -> None:
         """Do nothing: gradients are summed over replicas elsewhere."""
@@ -254,21 +276,29 @@ class Chunk:
         An output that depends on weights but on no input would be left out, so its backward pass is run completely.
         """
         gradients: list[Any] = [None] * len(now.outputs) if now.gradients is None else list(now.gradients)
-        for number, output in zip(now.numbers, now.outputs, strict=True):
-            if number not in self._follows:
-                # It depends only on the layers, and walking their graph is slow.
-                self._follows[number] = _depends(output, now.inputs)
-        pairs = list(zip(now.outputs, gradients, strict=True))
-        alone = [pair for pair, number in zip(pairs, now.numbers, strict=True) if not self._follows[number]]
+        pairs = list(zip(now.outputs, gradients, self._follow(now), strict=True))
+        alone = [(output, gradient) for output, gradient, follows in pairs if not follows]
         if alone:
             torch.autograd.backward([output for output, _ in alone], [gradient for _, gradient in alone])
-        rest = [pair for pair, number in zip(pairs, now.numbers, strict=True) if self._follows[number]]
+        rest = [(output, gradient) for output, gradient, follows in pairs if follows]
         given = None if now.gradients is None else [gradient for _, gradient in rest]
         outputs = [output for output, _ in rest]
         # As for the weights.
         from torch.distributed.pipelining._backward import stage_backward_input
 
         _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
+
+    def _detachable(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return outputs that the code for partial backward passes can detach in place: copies in place of views."""
+        return [value.clone() if self._splits and is_view(value) else value for value in outputs]
+
+    def _follow(self, now: _OpenPass) -> list[bool]:
+        """Return for each output whether it depends on an input."""
+        for number, output in zip(now.numbers, now.outputs, strict=True):
+            if number not in self._follows:
+                # It depends only on the layers, and walking their graph is slow.
+                self._follows[number] = _depends(output, now.inputs)
+        return [self._follows[number] for number in now.numbers]
 
     def _up_to_the_end(self, work: PassWork, microbatch: int, batch: Any) -> Any:
         """Run the loss up to its call of the model; return the output of this chunk's layers."""
@@ -294,7 +324,7 @@ class Chunk:
             value.requires_grad_(needed and torch.is_grad_enabled())
         return tensors
 
-    def _take_gradients(self, microbatch: int) -> list[torch.Tensor | None]:
+    def _take_gradients(self, microbatch: int) -> Returned:
         if microbatch in self._returned:
             return self._returned.pop(microbatch)
         after = self._holders[self.stage_index + 1]
@@ -303,17 +333,23 @@ class Chunk:
             self.get_bwd_recv_ops(microbatch + 1)
         return taken
 
-    def _give_back(self, microbatch: int, inputs: list[torch.Tensor]) -> None:
-        before = self._holders[self.stage_index - 1]
-        if before == self.group_rank:
-            self._back[microbatch] = [value.grad for value in inputs]
-        else:
-            self._passing.send_gradients(self.stage_index - 1, microbatch, inputs, before)
+    @property
+    def _before_is_elsewhere(self) -> bool:
+        """Whether another stage has the chunk before this one."""
+        return not self.is_first and self._holders[self.stage_index - 1] != self.group_rank
 
-    def _keep(self, microbatch: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        if torch.is_grad_enabled():
-            self._open[microbatch] = _OpenPass(inputs, outputs, list(range(len(outputs))))
-            self.most_open = max(self.most_open, len(self._open))
+    def _give_back(self, microbatch: int, now: _OpenPass) -> None:
+        if self._before_is_elsewhere:
+            before = self.stage_index - 1
+            self._passing.send_gradients(before, microbatch, now.inputs, float(now.weight), self._holders[before])
+        else:
+            self._back[microbatch] = Returned([value.grad for value in now.inputs], now.weight)
+
+    def _keep(
+        self, microbatch: int, inputs: list[torch.Tensor], outputs: list[torch.Tensor], weight: Weight = 1.0
+    ) -> None:
+        self._open[microbatch] = _OpenPass(inputs, outputs, list(range(len(outputs))), weight)
+        self.most_open = max(self.most_open, len(self._open))
 
 
 def _backward(now: _OpenPass) -> None:

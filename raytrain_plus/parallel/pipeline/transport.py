@@ -5,7 +5,8 @@ receiver then receives the others straight into place.
 
 Between two stages travel, each with its own tag (`_tag`):
 
-    tensors     activations and gradients: raw, part by part; before gradients, a byte for each: does it exist?
+    tensors     activations and gradients: raw, part by part; before gradients, their weight (8 bytes), and a byte for
+                each: does it exist?
     messages    descriptions, batches, flags, headers, metrics (`message`: JSON and raw bytes, never a pickle)
 
 A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +30,7 @@ from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import RunError, TaskError, TrainingError
 from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, class_name, dtype_named, from_bytes, to_bytes
+from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.torch_compat import pytree
 
 TENSORS = 14
@@ -36,7 +38,9 @@ TENSORS = 14
 _PARTS = TENSORS + 2
 _HEAD, _REST = TENSORS, TENSORS + 1
 _GIVEN = _HEAD
-"""The part of a backward pass that says which gradients exist; it uses the tag of a message, which no such pass has."""
+"""The part of a backward pass with their weight, and which gradients exist; it uses the tag of a message, which no such
+pass has."""
+_WEIGHT_BYTES = 8
 HEAD_BYTES = 4096
 """Length of a message's first part."""
 MESSAGE_BYTES = 1 << 40
@@ -108,6 +112,15 @@ class Tensors:
     def whole(self) -> Any:
         """Return the tree."""
         return pytree.tree_unflatten(self.values, self.tree)
+
+
+class Returned(NamedTuple):
+    """What the chunk after a boundary returns of a microbatch."""
+
+    gradients: list[torch.Tensor | None]
+    """Those of the activations that take part in the backward pass; None for those without effect on the loss."""
+    weight: Weight = 1.0
+    """By what the gradients of weights are multiplied."""
 
 
 def flattened(value: Any, what: str) -> Tensors:
@@ -237,10 +250,13 @@ class Handovers:
             # A stage may return tensors of the host, too; they are received on the device.
             self._send("forward", boundary, microbatch, part, value.detach().to(self._device), to)
 
-    def send_gradients(self, boundary: int, microbatch: int, inputs: Sequence[torch.Tensor], to: int) -> None:
-        """Start to return the gradients of received activations: of those that take part, and have one."""
+    def send_gradients(
+        self, boundary: int, microbatch: int, inputs: Sequence[torch.Tensor], weight: float, to: int
+    ) -> None:
+        """Start to return the weight, and the gradients of received activations that take part and have one."""
         given = torch.tensor([value.grad is not None for value in inputs], dtype=torch.uint8)
-        self._send("backward", boundary, microbatch, _GIVEN, given, to)
+        head = torch.cat([torch.tensor([weight], dtype=torch.float64).view(torch.uint8), given])
+        self._send("backward", boundary, microbatch, _GIVEN, head, to)
         for part, value in enumerate(inputs):
             # The receiver waits for every part, and discards those of missing gradients.
             gradient = torch.zeros_like(value) if value.grad is None else value.grad
@@ -269,7 +285,7 @@ class Handovers:
         ]
         parts = list(enumerate(into))
         if kind == "backward":
-            into.append(torch.empty(len(into), dtype=torch.uint8))
+            into.append(torch.empty(_WEIGHT_BYTES + len(into), dtype=torch.uint8))
             parts.insert(0, (_GIVEN, into[-1]))
         transfers = [self._peers.receive(value, giver, _tag(kind, boundary, microbatch, part)) for part, value in parts]
         self._coming[key] = into, transfers
@@ -283,12 +299,13 @@ class Handovers:
         values = self._taken("forward", boundary, microbatch, rows, giver)
         return Tensors(values, form.tree), [takes_part for _, _, takes_part in form.forms]
 
-    def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> list[torch.Tensor | None]:
-        """Return the gradients of the sent activations that take part; None for those without effect on the loss."""
-        *taken, given = self._taken("backward", boundary, microbatch, rows, giver)
+    def take_gradients(self, boundary: int, microbatch: int, rows: int, giver: int) -> Returned:
+        """Return the gradients of the sent activations."""
+        *taken, head = self._taken("backward", boundary, microbatch, rows, giver)
         # The activations of these gradients have arrived, so nothing keeps them any more.
         self.finish_one("forward", boundary, microbatch)
-        return [value if there else None for value, there in zip(taken, given.tolist(), strict=True)]
+        [weight], given = head[:_WEIGHT_BYTES].view(torch.float64).tolist(), head[_WEIGHT_BYTES:].tolist()
+        return Returned([value if there else None for value, there in zip(taken, given, strict=True)], weight)
 
     def expect_note(self, kind: Note, number: int, giver: int) -> None:
         """Start to receive a note."""

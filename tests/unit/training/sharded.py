@@ -37,7 +37,6 @@ SETTINGS: dict[str, Any] = {
     "clip_norm": 0.5,
     "exact": True,
     "bucket_bytes": 300,
-    "shard_rows": 4,
 }
 
 

@@ -90,7 +90,6 @@ def state_of(shards: int, exact: bool = False, technique: Technique | None = Non
         device=DEVICE,
         exact=exact,
         technique=technique,
-        shard_rows=ROWS,
     )
 
 

@@ -197,13 +197,14 @@ def test_what_the_task_changes_later_is_reported_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_weight_weighs_the_same_as_a_tensor(dtype: torch.dtype) -> None:
+def test_in_runs_of_older_versions_a_weight_weighs_the_same_as_a_tensor(dtype: torch.dtype) -> None:
     for weight in (3, 0.1, 1e-40, 7.0**20):
         for factor in (1.0, 2.0**-13):
             found = []
             for given in (float(weight), torch.tensor(weight, dtype=torch.float64)):
                 value = torch.tensor(1 / 3, dtype=dtype, requires_grad=True)
-                weighted = loss.TaskLoss(value * value, given, {}).weighted(factor)
+                weighted, left = loss.TaskLoss(value * value, given, {}).objective(factor, mean=False)
+                assert left == 1.0
                 weighted.backward()
                 assert value.grad is not None
                 found.append((weighted.dtype, weighted.tolist(), value.grad.tolist()))

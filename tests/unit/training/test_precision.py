@@ -19,7 +19,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, first_scale, put
+from raytrain_plus.training.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, put
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.step import SynchronousSteps
@@ -91,7 +91,6 @@ def steps_of(name: Name, task: Task, exact: bool = False, decay: float | None = 
         device=CPU,
         exact=exact,
         technique=Technique(Precision(name), decay=decay),
-        shard_rows=ROWS,
     )
     return whole_steps(state)
 
@@ -177,8 +176,8 @@ def test_evaluation_computes_in_the_same_format(name: Name) -> None:
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_step_that_overflows_is_computed_again_with_half_the_scale(exact: bool) -> None:
     one, lower = steps_of("fp16", Overflowing(), exact), steps_of("fp16", Overflowing(), exact)
-    first = first_scale(ROWS)
-    assert one.state.loss_scale == first == LossScale(FIRST - 3)
+    first = LossScale(FIRST)
+    assert one.state.loss_scale == first
     for step in range(2):
         run(one, step)
         run(lower, step)

@@ -287,6 +287,10 @@ class OfTransformers(Task):
     def tensor(self) -> Any:
         return {name: word for name, word in self.model().tp_plan.items() if name.startswith(self.cut)}
 
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        # Adam would turn the rounding errors of the smallest gradients into full steps.
+        return torch.optim.SGD([value for _, value in parameters], lr=0.1, momentum=0.9)
+
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return model(input_ids=batch, labels=batch).loss
 
@@ -312,7 +316,7 @@ def test_a_model_without_layers_has_the_same_bits_on_any_hosts(kind: str) -> Non
     } - {"lm_head.weight"}
     for name, value in whole.items():
         if name.startswith("param/"):
-            torch.testing.assert_close(joined[name.removeprefix("param/")], value, rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(joined[name.removeprefix("param/")], value, rtol=1e-4, atol=1e-6)
 
 
 def test_a_model_without_layers_has_its_tensors_in_modules() -> None:
@@ -338,6 +342,45 @@ def test_slices_train_as_the_whole_layers_do(task: type[Small]) -> None:
     assert joined.keys() == {name.removeprefix("param/") for name in whole if name.startswith("param/")}
     for name, value in joined.items():
         torch.testing.assert_close(value, whole[f"param/{name}"], rtol=1e-4, atol=1e-5)
+
+
+class HookedSlices(Small):
+    """Hooks of what is not cut, around what is."""
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        def block() -> nn.Module:
+            made = Block()
+            made.norm.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            made.register_full_backward_hook(lambda _, given, __: tuple(one.clamp(-1e-4, 1e-4) for one in given))
+            return made
+
+        return super().layers() | {"block0": block}
+
+
+def test_slices_train_with_hooks_of_what_is_not_cut() -> None:
+    applied, state = alone(task=HookedSlices)
+    told = together(Shape(1, 1, 2), task=HookedSlices)
+    check_alike(told, Shape(1, 1, 2), (applied, state), collected)
+    whole, _ = alone(task=HookedSlices, slices=1)
+    assert [one.loss for one in applied] == pytest.approx([one.loss for one in whole], rel=1e-4)
+
+
+@pytest.mark.parametrize("hook", ["weight", "module"])
+def test_hooks_of_what_is_cut_are_refused(hook: str) -> None:
+    class Cut(Small):
+        def layers(self) -> dict[str, Callable[[], nn.Module]]:
+            def block() -> nn.Module:
+                made = Block()
+                if hook == "weight":
+                    made.up.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+                else:
+                    made.up.register_full_backward_hook(lambda *_: None)
+                return made
+
+            return super().layers() | {"block0": block}
+
+    with pytest.raises(TaskError, match=r"'block0.up' has hooks, which slices would not have"):
+        alone(task=Cut)
 
 
 def test_ring_sums_differ_by_rounding_only(of_one: Told) -> None:

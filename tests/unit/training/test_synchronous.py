@@ -180,8 +180,8 @@ def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     computing = synchronous.ReplicaStep.computing
 
     @contextmanager
-    def alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
-        with COMPUTES, computing(self, kind, chunk, number):
+    def alone(self: Any, *arguments: Any) -> Iterator[None]:
+        with COMPUTES, computing(self, *arguments):
             yield
 
     monkeypatch.setattr(synchronous.ReplicaStep, "computing", alone)
@@ -223,7 +223,6 @@ def state_of(task: Task, built: Any, exact: bool, technique: Technique = PLAIN) 
         exact=exact,
         bucket_bytes=300,
         technique=technique,
-        shard_rows=MICROBATCHES * ROWS,
     )
 
 

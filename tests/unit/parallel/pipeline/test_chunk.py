@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.transport import flattened
 
 
@@ -23,10 +23,10 @@ class Work:
     def batch(self, microbatch: int) -> torch.Tensor:
         return torch.ones(2, 4, requires_grad=True)
 
-    def loss(self, microbatch: int, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().sum()
+    def loss(self, microbatch: int, model: nn.Module, batch: torch.Tensor) -> Objective:
+        return Objective(model(batch).square().sum(), 1.0)
 
-    def computing(self, kind: str, chunk: int, microbatch: int) -> Any:
+    def computing(self, kind: str, chunk: int, microbatch: int, weight: Any = None) -> Any:
         return nullcontext()
 
 

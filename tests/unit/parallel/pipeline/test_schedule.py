@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault, splits
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
@@ -102,13 +102,13 @@ class Step:
     def batch(self, microbatch: int) -> Any:
         return batch(microbatch)
 
-    def loss(self, microbatch: int, model: nn.Module, given: Any) -> torch.Tensor:
+    def loss(self, microbatch: int, model: nn.Module, given: Any) -> Objective:
         found = self.the_loss(model, given)
         self.losses[microbatch] = float(found.detach())
-        return found * ROWS
+        return Objective(found * ROWS, 1.0)
 
     @contextmanager
-    def computing(self, kind: Kind, chunk: int, microbatch: int) -> Iterator[None]:
+    def computing(self, kind: Kind, chunk: int, microbatch: int, weight: Any = None) -> Iterator[None]:
         with COMPUTES:
             self.done.append((kind, chunk, microbatch))
             handles = []
@@ -137,7 +137,7 @@ def in_one_piece(
     for microbatch in range(microbatches):
         with step.computing("F", 0, microbatch):
             scaled = step.loss(microbatch, model, batch(microbatch))
-        scaled.backward()
+        scaled.loss.backward()
     return model, step.losses
 
 

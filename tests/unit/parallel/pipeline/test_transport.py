@@ -57,8 +57,10 @@ def test_any_tree_of_tensors_passes(pair: tuple[Handovers, Handovers, Mail], num
         inputs = [torch.empty_like(value) for value in back]
         for one_of, gradient in zip(inputs, back, strict=True):
             one_of.grad = gradient
-        other.send_gradients(5, microbatch, inputs, 0)
-        assert all(map(torch.equal, one.take_gradients(5, microbatch, 4, 1), back))
+        other.send_gradients(5, microbatch, inputs, 0.1 + microbatch, 0)
+        returned = one.take_gradients(5, microbatch, 4, 1)
+        assert returned.weight == 0.1 + microbatch
+        assert all(map(torch.equal, returned.gradients, back))
     one.finish()
 
 
