@@ -3,6 +3,9 @@
 Every shard of a step starts from the committed buffers. Afterwards a floating-point buffer becomes the mean over
 shards, weighted by rows; an integer buffer becomes the maximum. The task can choose other rules. So the result does not
 depend on which worker hosted which shard.
+
+Buffers that are not persistent, such as masks, may take another shape in a forward pass. From then on they are the
+module's own here (`transient`); in the state, they stay as they were built.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ class Buffers:
         """Every place in the model that holds a buffer; several modules can share one."""
         self._owners = {name: (owner, attribute) for name, owner, attribute in reversed(self._slots)}
         """The first place of each buffer."""
+        saved = module.state_dict(keep_vars=True).keys()
+        self._transient = [place for place, (name, _, _) in enumerate(self._slots) if name not in saved]
+        """The places of the buffers that are not persistent."""
+        self._may_grow = frozenset(self._slots[place][0] for place in self._transient)
         self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         means, greatest = self._sizes("mean"), self._sizes("max")
@@ -98,14 +105,26 @@ class Buffers:
         with torch.no_grad():
             copy_each(list(self._named.values()), [self.committed[name] for name in self._named])
         # A forward pass may have put other tensors in their places.
-        self._put([self._named[name] for name, _, _ in self._slots])
+        self._put(self._own_or([self._named[name] for name, _, _ in self._slots]))
 
     def renew(self, committed: bool) -> None:
         """Put fresh tensors into the model that hold the committed values, or else the present values.
 
         The previous tensors stay unchanged for backward passes that are still to come.
         """
-        self._put(_copied([self.committed[name] for name, _, _ in self._slots] if committed else self.seen()))
+        self._put(
+            _copied(self._own_or([self.committed[name] for name, _, _ in self._slots]) if committed else self.seen())
+        )
+
+    def _own_or(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return these values, but for buffers that have become the module's own what is there."""
+        found: list[torch.Tensor | None] = list(values)
+        for place in self._transient:
+            name, owner, attribute = self._slots[place]
+            seen = buffer_of(owner, attribute)
+            if seen is None or seen.shape != self.committed[name].shape:
+                found[place] = seen
+        return found
 
     def seen(self) -> list[torch.Tensor | None]:
         """Return the tensors that are in the model now."""
@@ -134,7 +153,10 @@ class Buffers:
         for name, (owner, attribute) in self._owners.items():
             buffer = buffer_of(owner, attribute)
             if buffer is None or buffer.shape != self.committed[name].shape:
-                raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
+                if name not in self._may_grow:
+                    raise TrainingError(f"the buffer '{name}' was removed or reshaped in a forward pass")
+                # It is the module's own now, and counts as unchanged.
+                buffer = self.committed[name]
             now[name] = buffer
         with torch.no_grad():
             # Each operation handles all buffers of a rule: a model can have a hundred small ones.
@@ -178,7 +200,9 @@ class Buffers:
         for name, (owner, attribute) in self._owners.items():
             buffer = buffer_of(owner, attribute)
             if buffer is None or buffer.shape != self.committed[name].shape:
-                raise _changed_in_pipedream(name)
+                if name not in self._may_grow:
+                    raise _changed_in_pipedream(name)
+                continue
             found.append((name, Numbers(_equal(buffer, self.committed[name]))))
         read_together(same for _, same in found)
         for name, same in found:

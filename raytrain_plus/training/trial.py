@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -34,11 +35,12 @@ from raytrain_plus.job.task_loader import (
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.sizing import most_workers, share_of
 from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.torch_compat import graph_breaks
+from raytrain_plus.torch_compat import graph_breaks, has_backward_hooks
 from raytrain_plus.training.added_state import AddedState
 from raytrain_plus.training.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
@@ -53,7 +55,7 @@ from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, br
 from raytrain_plus.training.model import pass_names, train_as_built
 from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.remarks import stays_in_evaluation, woken
+from raytrain_plus.training.remarks import scaled_hooks, stays_in_evaluation, woken
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.slice_check import check_slices
@@ -62,6 +64,7 @@ from raytrain_plus.training.step import UNDEFINED, SynchronousSteps
 from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.unshared import Unshared
 
 SMALL, LARGE = 2, 4
 """Rows of the two forward passes from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
@@ -205,6 +208,7 @@ def try_whole(
     with explained(job, task):
         state = build_state(job, task, device)
     initial = initial_sums(state)
+    unshared = Unshared(task, state.module)
     own_share(job, state)
     steps = whole_steps(state, skip_nonfinite=True)
     wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
@@ -220,18 +224,23 @@ def try_whole(
     batch = _batch(job, task, rows, count)
     start = time.monotonic()
     remarks += _first_step(job, task, steps, batch)
+    few = _batch(job, task, rows, max(min(SMALL, batch.rows), batch.rows // 2))
+    with explained(job, task, few.batch):
+        remarks += unshared.remarks()
+        unshared.check_transient(lambda: _outputs_of(state, few))
+    remarks += [scaled_hooks().text] * (state.technique.precision.scales_loss and _has_hooks(state.module))
     remarks += [woken().text] * state.woken
     remarks += [stays_in_evaluation(name).text for name in [state.trained_in_evaluation] if name]
     seconds = time.monotonic() - start
     remarks += _uncompiled(job)
     metrics = {}
     if held_out is not None:
-        few = _batch(job, task, held_out, count)
+        tested = _batch(job, task, held_out, count)
 
         def evaluated() -> dict[str, float]:
-            return evaluate(state, steps.passes, lambda _: [few], [0], _context(), shards=job.data.shards, step=-1)
+            return evaluate(state, steps.passes, lambda _: [tested], [0], _context(), shards=job.data.shards, step=-1)
 
-        metrics = _tried(job, task, few, evaluated, remarks)
+        metrics = _tried(job, task, tested, evaluated, remarks)
     return Trial(
         rows=batch.rows,
         of_rows=wanted,
@@ -255,6 +264,29 @@ def _first_step(job: Job, task: Task, steps: SynchronousSteps, batch: Microbatch
             raise
         return ["the loss of the first microbatch has the weight 0, so neither it nor the optimizer was tried"]
     return ["the first microbatch gives a loss or gradients that are not all finite"] if skipped else []
+
+
+def _outputs_of(state: TrainState, batch: Microbatch) -> list[torch.Tensor]:
+    """Return the loss of a microbatch in training mode; it changes no buffers."""
+    [part] = state.parts
+    state.restore_buffers()
+    try:
+        with torch.no_grad(), part.evaluating(0, 0):
+            given = to_device(batch.batch, state.device, copy=True)
+            return [task_loss(state.task, part.module, given, batch.rows).loss]
+    finally:
+        state.restore_buffers()
+
+
+def _outputs_of_layer(chunk: Chunk, work: Alone, given: Tensors | None) -> list[torch.Tensor]:
+    """Return what a layer makes of what the layer before has made."""
+    with torch.no_grad():
+        found = forward(chunk, work, given)
+    return found.values if isinstance(found, Tensors) else [found.loss]
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(map(has_backward_hooks, module.modules()))
 
 
 def check_alike(trial: Trial, state: TrainState, where: str) -> None:
@@ -296,8 +328,10 @@ def try_layers(
         seconds = time.monotonic() - start
         need = None if size is None else check_layers_fit(job, layers, held, size, device, room)
         few = None if held_out is None else _batch(job, task, held_out, wanted)
-        returned = _one_by_one(task, job, technique, batch, few)
-    remarks, metrics = _uncompiled(job), {}
+        remarks = list[str]()
+        returned = _one_by_one(task, job, technique, batch, few, remarks)
+    # Layers that are alike have the same to say.
+    remarks, metrics = [*dict.fromkeys(remarks), *_uncompiled(job)], {}
     if few is not None:
         metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
     return Trial(
@@ -317,21 +351,27 @@ def _uncompiled(job: Job) -> list[str]:
     return [f"compile: {breaks_in_words(breaks)}"] if breaks else []
 
 
-def _one_by_one(task: Task, job: Job, technique: Technique, batch: Microbatch, held_out: Microbatch | None) -> Any:
-    """Make an optimizer step with each layer alone, and pass a held-out microbatch through all.
+def _one_by_one(
+    task: Task, job: Job, technique: Technique, batch: Microbatch, held_out: Microbatch | None, remarks: list[str]
+) -> Any:
+    """Make an optimizer step with each layer alone, and pass a held-out microbatch through all; add remarks.
 
     Returns what `evaluate` returns for it.
     """
     work = Alone(task, job.seed, technique, batch)
     names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
-    output, evaluated, empty, stepped = None, None, None, False
+    output: Any = None
+    evaluated, empty, stepped = None, None, False
     known = set[int]()
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = train_as_built(built.module)
-        chunk, added = Chunk(module, number, [0] * len(names)), AddedState(module)
-        output = forward(chunk, work, output)
+        chunk, added, unshared = Chunk(module, number, [0] * len(names)), AddedState(module), Unshared(task, module)
+        given, output = output, forward(chunk, work, output)
         added.check()
         backward(chunk, output)
+        remarks += unshared.remarks()
+        unshared.check_transient(partial(_outputs_of_layer, chunk, work, given))
+        remarks += [scaled_hooks().text] * (technique.precision.scales_loss and _has_hooks(module))
         # A task may keep layers that were tried before.
         known |= {id(one) for one in module.parameters()}
         check_own_parameters(task, known)
