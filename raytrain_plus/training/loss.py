@@ -105,8 +105,11 @@ def objective(
     check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
     reports.add(place.step, place.shard, microbatch, *found)
     if isinstance(found.weight, torch.Tensor):
-        _mask(outputs, found.weight)
-    elif not found.weight and found.loss.requires_grad:
+        if _mask(outputs, found.weight):
+            return found.objective(factor, mean=mean)
+        # A loss that calls modules of the model has no outputs here, so the host must know.
+        found = found._replace(weight=float(found.weight))
+    if not found.weight and found.loss.requires_grad:
         return Objective(_without_effect(found.loss), 0.0)
     return found.objective(factor, mean=mean)
 
@@ -137,15 +140,15 @@ def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-def _mask(outputs: Any, weight: torch.Tensor) -> None:
+def _mask(outputs: Any, weight: torch.Tensor) -> bool:
     """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device.
 
-    A loss that does not call the model, but modules of it, has no outputs here: its gradients are NaN then, and the
-    step is refused.
+    Returns whether there are any.
     """
-    for one in pytree.tree_leaves(outputs):
-        if isinstance(one, torch.Tensor) and one.requires_grad:
-            one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
+    found = [one for one in pytree.tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+    for one in found:
+        one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
+    return bool(found)
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:

@@ -94,11 +94,25 @@ class Hooked(Task):
         return {"loss": 30 * F.cross_entropy(model(batch["x"]), batch["y"]), "weight": float(batch["y"].sum())}
 
 
+class SomeRows(Hooked):
+    """Scores the rows of one label: a microbatch may have none, and then its mean is NaN."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        labels = torch.where(batch["y"] == 1, 1, -100)
+        return {"loss": F.cross_entropy(model(batch["x"]), labels), "weight": float((labels == 1).sum())}
+
+
+TASKS = pytest.mark.parametrize("kind", [Hooked, SomeRows])
+
+
 def plain_loop(
-    made: Sequence[Iterable[Sequence[Microbatch]]], clip: float | None = 0.5, seed: int = SEED
+    made: Sequence[Iterable[Sequence[Microbatch]]],
+    clip: float | None = 0.5,
+    seed: int = SEED,
+    kind: type[Hooked] = Hooked,
 ) -> dict[str, torch.Tensor]:
     """Return the weights after steps of such shards, written from the documented rules alone."""
-    task = Hooked()
+    task = kind()
     model = build_model(task, seed, CPU).module.train()
     optimizer = task.optimizer(list(model.named_parameters()))
     for shards in made:
@@ -121,9 +135,13 @@ def plain_loop(
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
+def by_hand(kind: type[Hooked] = Hooked) -> dict[str, torch.Tensor]:
+    return plain_loop([batches(step, tuple(range(SHARDS))).values() for step in range(STEPS)], kind=kind)
+
+
 @pytest.fixture(scope="module")
 def expected() -> dict[str, torch.Tensor]:
-    return plain_loop([batches(step, tuple(range(SHARDS))).values() for step in range(STEPS)])
+    return by_hand()
 
 
 def check_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -188,8 +206,9 @@ def test_stages_train_as_a_plain_loop(expected: dict[str, torch.Tensor], schedul
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["ring", "exact"])
-def test_layers_that_are_gathered_train_as_a_plain_loop(expected: dict[str, torch.Tensor], exact: bool) -> None:
-    task = Hooked()
+@TASKS
+def test_layers_that_are_gathered_train_as_a_plain_loop(kind: type[Hooked], exact: bool) -> None:
+    task = kind()
     state = TrainState(
         task,
         (),
@@ -206,14 +225,15 @@ def test_layers_that_are_gathered_train_as_a_plain_loop(expected: dict[str, torc
     one = whole_steps(state)
     for step in range(STEPS):
         one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld()))
-    check_close(tensors_of(state), expected)
+    check_close(tensors_of(state), by_hand(kind))
 
 
-def test_overlapping_steps_of_one_each_train_as_a_plain_loop() -> None:
+@TASKS
+def test_overlapping_steps_of_one_each_train_as_a_plain_loop(kind: type[Hooked]) -> None:
     steps, hosted = range(3), tuple(range(overlapping.SHARDS))
-    found = overlapping.together(Shape(2, 2), [range(step, step + 1) for step in steps], task=Hooked)
+    found = overlapping.together(Shape(2, 2), [range(step, step + 1) for step in steps], task=kind)
     weights = found[2][1] | found[3][1]
-    expected = plain_loop([overlapping.batches(step, hosted).values() for step in steps], None, overlapping.SEED)
+    expected = plain_loop([overlapping.batches(step, hosted).values() for step in steps], None, overlapping.SEED, kind)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
@@ -264,6 +284,25 @@ class OnDevice(Hooked):
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         return super().loss(model, batch) | {"weight": batch["y"].sum()}
+
+
+class ByModules(Hooked):
+    """A loss that calls modules of the model, and tells how many rows count by a tensor: perhaps none."""
+
+    def layers(self) -> Any:
+        return None
+
+    def model(self) -> nn.Module:
+        return nn.ModuleDict({"body": Layer(first=True), "head": Layer(3)})
+
+    def loss(self, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        labels = torch.where(batch["y"] == 1, 1, -100)
+        loss = F.cross_entropy(model["head"](model["body"](batch["x"])), labels)
+        return {"loss": loss, "weight": (labels == 1).sum()}
+
+
+def test_a_loss_that_calls_modules_may_have_no_weight_on_a_device() -> None:
+    check_close(alone(False, ByModules)[1], by_hand(ByModules))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
