@@ -84,7 +84,7 @@ def _files_now(data: Path) -> dict[str, Place]:
     if data.is_file():
         return {data.name: data}
     if root == data:
-        below = [Path(folder, name) for folder, _, names in os.walk(data) for name in names]
+        below = [Path(folder, name) for folder, _, names in os.walk(data, followlinks=True) for name in names]
         files = {path for path in below if path.suffix == ".parquet" and not _ignored(path.relative_to(data).parts)}
     else:
         files = _matching(root, data.relative_to(root).parts)
@@ -98,16 +98,17 @@ def _ignored(parts: Iterable[str]) -> bool:
 def _matching(root: Path, pattern: Sequence[str]) -> set[Path]:
     """Return what matches a pattern below `root`, part by part.
 
-    A wildcard stands for no name with a leading . or _ that the pattern does not spell; `**` follows no links.
+    A wildcard stands for no name with a leading . or _ that the pattern does not spell.
     """
     places = {root}
     for number, part in enumerate(pattern):
         if part == "**":
-            walked = [(place, Path(folder), files) for place in places for folder, _, files in os.walk(place)]
-            below = [(at, files) for place, at, files in walked if not _ignored(at.relative_to(place).parts)]
+            tops = [(place, os.walk(place, followlinks=True)) for place in places]
+            walked = [(place, Path(folder), files) for place, below in tops for folder, _, files in below]
+            within = [(at, files) for place, at, files in walked if not _ignored(at.relative_to(place).parts)]
             last = number == len(pattern) - 1
-            places = {at / name for at, files in below for name in files if not _ignored([name])} if last else set()
-            places |= {at for at, _ in below}
+            places = {at / name for at, files in within for name in files if not _ignored([name])} if last else set()
+            places |= {at for at, _ in within}
         elif set("*?[") & set(part):
             named = re.compile(("" if part[0] in "._" else "(?![._])") + fnmatch.translate(part))
             folders = [place for place in places if place.is_dir()]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from raytrain_plus.data.tree import Tree, tree_of
+from raytrain_plus.data.tree import Tree, check_apart, check_no_circle, is_hidden, tree_of
 from raytrain_plus.errors import DataError
 from raytrain_plus.storage.place import Place, RemotePath
 
@@ -34,8 +34,8 @@ def find_files(path: Place, suffixes: Sequence[str] = (".parquet",), kind: str =
 
     That is the file itself; every file below a folder whose name ends in one of `suffixes`, which are those of that
     `kind`; or the files that match a pattern. Names with a leading . or _ are ignored, unless the pattern spells that
-    character. Raises `DataError` if there are none, or a folder cannot be listed: a file that is overlooked would be a
-    silent loss of rows.
+    character. Links are followed. Raises `DataError` if there are none, or a folder cannot be listed, or a link leads
+    to nothing: a file that is overlooked would be a silent loss of rows. Also for a file that is reached by two ways.
     """
     tree = tree_of(path)
     root, pattern = _split_pattern(tree, path)
@@ -51,7 +51,7 @@ def find_files(path: Place, suffixes: Sequence[str] = (".parquet",), kind: str =
 def names_below(folder: Place) -> list[str]:
     """Return the names of all files below a folder that are not hidden; none if it is no folder."""
     tree = tree_of(folder)
-    return [file.name for file in _seen_below(tree, folder)] if tree.kind(folder) == "folder" else []
+    return [file.name for file in tree.walk(folder)] if tree.kind(folder) == "folder" else []
 
 
 def split_pattern(path: Place) -> tuple[Place, tuple[str, ...]]:
@@ -84,6 +84,8 @@ def is_file(path: Place) -> bool:
 
 def _found(tree: Tree, root: Place, files: Sequence[Place]) -> DataFiles:
     names = sorted({_below(file, root).as_posix() for file in files})
+    if isinstance(root, Path):
+        check_apart([root / name for name in names])
     return DataFiles(root, tuple(names), tuple(tree.found(root / name) for name in names))
 
 
@@ -100,12 +102,8 @@ def _missing(tree: Tree, path: Place) -> DataError:
     return DataError("there is no such file or folder", where=str(path), remedy=how)
 
 
-def _seen_below(tree: Tree, folder: Place) -> list[Place]:
-    return [file for file in tree.walk(folder) if not _hidden(_below(file, folder))]
-
-
 def _files_below(tree: Tree, folder: Place, suffixes: Sequence[str], kind: str) -> list[Place]:
-    seen = _seen_below(tree, folder)
+    seen = list(tree.walk(folder))
     files = [file for file in seen if file.name.lower().endswith(tuple(suffixes))]
     if not files:
         kinds = Counter(file.suffix or "without an extension" for file in seen)
@@ -116,10 +114,6 @@ def _files_below(tree: Tree, folder: Place, suffixes: Sequence[str], kind: str) 
             expected=f"files named {', '.join(f'*{suffix}' for suffix in suffixes)}",
         )
     return files
-
-
-def _hidden(relative: PurePath) -> bool:
-    return any(part.startswith((".", "_")) for part in relative.parts)
 
 
 def _matching_files(tree: Tree, root: Place, pattern: Sequence[str]) -> list[Place]:
@@ -171,9 +165,9 @@ def _match_any_folders(tree: Tree, folder: Place, rest: tuple[str, ...]) -> Iter
     yield from _match(tree, folder, below)
     for name in tree.names(folder):
         path = folder / name
-        # Links to folders are not followed, as below a folder: they can lead in a circle.
-        linked = isinstance(path, Path) and path.is_symlink()
-        if _fits(name, "*") and tree.kind(path) == "folder" and not linked:
+        if _fits(name, "*") and tree.kind(path) == "folder":
+            if isinstance(path, Path):
+                check_no_circle(path, path.parents[-1])
             yield from _match_any_folders(tree, path, below)
 
 
@@ -182,5 +176,5 @@ def _has_wildcard(part: str) -> bool:
 
 
 def _fits(name: str, part: str) -> bool:
-    hidden = name.startswith((".", "_")) and name[0] != part[0]
+    hidden = is_hidden(name) and name[0] != part[0]
     return not hidden and fnmatch.fnmatchcase(name, part)

@@ -24,12 +24,13 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.columns import column_of
 from raytrain_plus.data.convert.image_files import CLASSES
 from raytrain_plus.data.convert.packed import Packed
-from raytrain_plus.data.files import data_exists, find_files
+from raytrain_plus.data.files import data_exists, find_files, split_pattern
 from raytrain_plus.data.items import Items
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.one_table import check_one_table
 from raytrain_plus.data.sight import Sight, change_of, footer_of, remote_end, sight_of
 from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
+from raytrain_plus.data.tree import links_below
 from raytrain_plus.errors import DataChanged, DataError, StorageError, first_line
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.place import Place, RemotePath, in_parallel, place_of, spelled
@@ -212,6 +213,19 @@ def index(path: str | Place) -> Index:
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
     )
+
+
+def linked_folders(data: Index) -> list[str]:
+    """Return the links to folders through which files of the data are reached, by their names below its path."""
+    if data.sources:
+        return [link for source in data.sources for link in linked_folders(source)]
+    if data.documents is not None:
+        return linked_folders(data.documents)
+    if data.items is not None or (data.origin is not None and data.origin.format is None):
+        return []
+    files = data.places if data.origin is None else [place_of(file) for file, _ in data.origin.files]
+    root, _ = split_pattern(place_of(data.named))
+    return links_below(root, [file for file in files if isinstance(file, Path)]) if isinstance(root, Path) else []
 
 
 def index_items(items: Items) -> Index:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -23,8 +23,8 @@ class Tree(Protocol):
     def names(self, folder: Place) -> list[str]:
         """Return the names in a folder."""
 
-    def walk(self, folder: Place) -> Iterator[Place]:
-        """Yield the files below a folder, hidden ones too."""
+    def walk(self, folder: Place, *, hidden: bool = False) -> Iterator[Place]:
+        """Yield the files below a folder, also those behind links; `hidden`: also names with a leading . or _."""
 
     def found(self, file: Place) -> Place:
         """Return a file with what this tree knows of it."""
@@ -45,6 +45,12 @@ class LocalTree:
         try:
             mode = path.stat().st_mode
         except (FileNotFoundError, NotADirectoryError):
+            if path.is_symlink():
+                raise DataError(
+                    f"is a link to nothing: there is no {os.readlink(path)}",
+                    where=str(path),
+                    remedy="remove the link, or put back what it leads to",
+                ) from None
             return None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -59,10 +65,16 @@ class LocalTree:
         except OSError as error:
             raise DataError(f"cannot be listed: {error.strerror}", where=str(folder)) from error
 
-    def walk(self, folder: Place) -> Iterator[Place]:
+    def walk(self, folder: Place, *, hidden: bool = False) -> Iterator[Place]:
         """See `Tree`."""
-        for inside, _, names in os.walk(str(folder), onerror=_refuse_to_list):
-            yield from (file for name in names if self.kind(file := Path(inside, name)) == "file")
+        assert isinstance(folder, Path)
+        for inside, below, names in os.walk(str(folder), onerror=_refuse_to_list, followlinks=True):
+            below[:] = [name for name in below if hidden or not is_hidden(name)]
+            for name in below:
+                check_no_circle(Path(inside, name), folder)
+            for name in names:
+                if (hidden or not is_hidden(name)) and self.kind(file := Path(inside, name)) == "file":
+                    yield file
 
     def found(self, file: Place) -> Place:
         """See `Tree`."""
@@ -84,9 +96,12 @@ class RemoteTree:
         """See `Tree`."""
         return [one.name for one in self._listed(folder, recursive=False)]
 
-    def walk(self, folder: Place) -> Iterator[Place]:
+    def walk(self, folder: Place, *, hidden: bool = False) -> Iterator[Place]:
         """See `Tree`."""
-        yield from (one for one in self._listed(folder, recursive=True) if one.entry and one.entry.is_file)
+        for one in self._listed(folder, recursive=True):
+            below = one.relative_to(folder).parts
+            if one.entry and one.entry.is_file and (hidden or not any(map(is_hidden, below))):
+                yield one
 
     def found(self, file: Place) -> Place:
         """See `Tree`."""
@@ -110,6 +125,44 @@ class RemoteTree:
             raise DataError(f"cannot be listed: {first_line(error)}", where=str(folder)) from error
         self._known |= {one: one.entry for one in found}
         return found
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a file or folder is not to be seen unless somebody spells its name."""
+    return name.startswith((".", "_"))
+
+
+def check_no_circle(folder: Path, top: Path) -> None:
+    """Raise `DataError` if a folder below `top` is a link to one of those that it is in."""
+    if folder.is_symlink():
+        for above in [one for one in folder.parents if one == top or top in one.parents]:
+            if above.samefile(folder):
+                raise DataError(
+                    f"leads in a circle: it is a link to {above}", where=str(folder), remedy="remove the link"
+                )
+
+
+def check_apart(files: Sequence[Path]) -> None:
+    """Raise `DataError` if two of these files are one file, by a link: its rows would count twice."""
+    folders: dict[Path, Path] = {}
+    found: dict[Path, Path] = {}
+    for file in files:
+        if file.parent not in folders:
+            folders[file.parent] = file.parent.resolve()
+        target = file.resolve() if file.is_symlink() else folders[file.parent] / file.name
+        other = found.setdefault(target, file)
+        if other is not file:
+            raise DataError(
+                f"is the same file as {other}, by a link, so its rows would count twice",
+                where=str(file),
+                remedy="remove the link",
+            )
+
+
+def links_below(root: Path, files: Iterable[Path]) -> list[str]:
+    """Return the links to folders below `root` through which these files are reached, by their names below it."""
+    folders = {one for file in files for one in file.parents if root in one.parents}
+    return sorted(one.relative_to(root).as_posix() for one in folders if one.is_symlink())
 
 
 def _refuse_to_list(error: OSError) -> None:

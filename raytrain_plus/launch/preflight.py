@@ -19,7 +19,7 @@ from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.differences import differences
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored
+from raytrain_plus.data.source import Index, check_alike, check_enough, check_restored, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -155,6 +155,14 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
         return
     if then["fingerprint"] != seen.fingerprint:
         differing = differences(seen.to_json(), then)
+        links = linked_folders(seen)
+        if links and seen.rows > then.get("rows", seen.rows):
+            raise DataError(
+                f"the data has changed since the run started: {'; '.join(differing[:3])}; versions before this one "
+                f"followed no links, such as {links[0]}",
+                where=seen.named,
+                remedy="move the links to another folder to resume; or start over with --fresh to train on their rows",
+            )
         raise _other_data(job, seen, then["fingerprint"], f"the run started: {'; '.join(differing[:3])}")
 
 

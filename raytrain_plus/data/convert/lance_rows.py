@@ -87,7 +87,7 @@ def lance_files(folder: Place) -> list[Place]:
     """
     tree = tree_of(folder)
     is_folder = tree.kind(folder) == "folder"
-    below = {_parts(file, folder): file for file in tree.walk(folder)} if is_folder else {}
+    below = {_parts(file, folder): file for file in tree.walk(folder, hidden=True)} if is_folder else {}
     versions = {version: parts for parts in below if (version := _version_at(parts)) is not None}
     if not versions:
         inside = sorted({parts[0] for parts in below if _version_at(parts[1:]) is not None})

@@ -161,6 +161,19 @@ def test_other_data_is_refused_by_the_folder_or_else_by_the_checkpoint(begun: Be
         begun.goes_on()
 
 
+def test_a_run_whose_version_followed_no_links_says_which_are_followed_now(begun: Begun, tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "b.parquet", 40)
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
+    begun.seen = index(tmp_path / "data")
+    with pytest.raises(
+        DataError, match=r"more/b\.parquet is new; versions before this one followed no links, such as m"
+    ):
+        begun.goes_on()
+    (tmp_path / "data" / "more").unlink()
+    begun.seen = index(tmp_path / "data")
+    begun.goes_on()
+
+
 def test_a_new_file_that_matches_the_pattern_is_other_data(begun: Begun, tmp_path: Path) -> None:
     pattern = tmp_path / "data" / "*.parquet"
     begun.job = replace(begun.job, data=replace(begun.job.data, path=str(pattern)))
