@@ -154,15 +154,27 @@ _storage = click.option(
     help="Ray cluster to join, or dashboard URL (http://HOST:8265) to submit to. Default: RAY_ADDRESS, else a local "
     "Ray for this run.",
 )
+@click.option(
+    "--fresh-rates",
+    is_flag=True,
+    help="Take learning rates and other settings of the optimizer from the task, not from the checkpoint.",
+)
 @_detach
 @_quiet
 @json_option
 def resume(
-    run: str, storage: str, overrides: Sequence[str], address: str | None, detach: bool, quiet: bool, as_json: bool
+    run: str,
+    storage: str,
+    overrides: Sequence[str],
+    address: str | None,
+    fresh_rates: bool,
+    detach: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> int | Answer:
     """Resume a run from its newest complete checkpoint. RUN: a folder, an address, or a name."""
     if is_dashboard(address):
-        return submit_resume(str(address), run, storage, overrides, as_json)
+        return submit_resume(str(address), run, storage, overrides, fresh_rates, as_json)
     from raytrain_plus.runs.folder import find_run
 
     folder = find_run(run, storage)
@@ -170,8 +182,10 @@ def resume(
     from raytrain_plus.launch.runner import start_again
 
     if detach:
-        return _began(start_again(folder.address, overrides, address=address), view_of(as_json, quiet), as_json)
-    result = resume_run(folder.address, overrides, address=address, view=view_of(as_json, quiet), quiet=as_json)
+        began = start_again(folder.address, overrides, address=address, fresh_rates=fresh_rates)
+        return _began(began, view_of(as_json, quiet), as_json)
+    view = view_of(as_json, quiet)
+    result = resume_run(folder.address, overrides, address=address, view=view, quiet=as_json, fresh_rates=fresh_rates)
     return ended(result, as_json)
 
 

@@ -34,7 +34,9 @@ def submit_run(
     return _send(where, loaded.name, words, unneeded_by(loaded, Path.cwd()), follow, as_json)
 
 
-def submit_resume(address: str, run: str, storage: str, overrides: Sequence[str], as_json: bool) -> int | Answer:
+def submit_resume(
+    address: str, run: str, storage: str, overrides: Sequence[str], fresh_rates: bool, as_json: bool
+) -> int | Answer:
     """Let the cluster with this dashboard resume a run; return the exit code or answer."""
     if not any(is_address(place) or Path(place).is_absolute() for place in (run, storage)):
         raise InputError(
@@ -45,7 +47,7 @@ def submit_resume(address: str, run: str, storage: str, overrides: Sequence[str]
     name = split(run)[1] if is_address(run) else Path(run).name
     from raytrain_plus.launch.ray_jobs import check_shown, unneeded_to_resume
 
-    words = ["resume", run, "--storage", storage, *_settings(overrides)]
+    words = ["resume", run, "--storage", storage, *_settings(overrides), *["--fresh-rates"] * fresh_rates]
     check_shown(words)
     return _send(address, name, words, unneeded_to_resume(run, storage, Path.cwd()), False, as_json)
 

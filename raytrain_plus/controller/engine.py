@@ -76,7 +76,7 @@ class Engine:
         self._checkpoints = checkpoints = Checkpoints(
             run, order, journal, publisher, loop, machine, partitions, host, clock
         )
-        restoring = Restoring(run, order.past, journal, checkpoints, loop, machine, partitions)
+        restoring = Restoring(run, order.past, journal, checkpoints, loop, machine, partitions, order.plan.fresh_rates)
         replication = Replication(loop, machine, roster, journal, job.parallel.overlaps)
         members = Members(loop, machine, journal, pulses, checkpoints, replication, clock, job.best)
         self._formation = formation = Formation(

@@ -260,10 +260,20 @@ class Journal:
         # What its members commit before all have joined belongs to the new generation too.
         self._generation = self.number(generation)
 
-    def go_back(self, step: int, generation: int, checkpoint: str | None, made: int, evaluated: int) -> None:
+    def go_back(
+        self,
+        step: int,
+        generation: int,
+        checkpoint: str | None,
+        made: int,
+        evaluated: int,
+        *,
+        fresh_rates: bool = False,
+    ) -> None:
         """Continue in this generation from the state after `step`, though steps up to `made` were committed.
 
-        `checkpoint`: its name; None if a worker still held that state, or if it is the initial one.
+        `checkpoint`: its name; None if a worker still held that state, or if it is the initial one. `fresh_rates`: see
+        `Plan`.
         """
         self._generation = self.number(generation)
         self._incidents.forgot(made - step)
@@ -273,7 +283,8 @@ class Journal:
         self.evaluated = evaluated
         self._metrics = {at: metrics for at, metrics in self._metrics.items() if at <= step}
         self._newest = min(self._newest, step)
-        self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made)
+        fresh = {"fresh_rates": True} if fresh_rates else {}
+        self._tell("resumed", step=step, checkpoint=checkpoint, voided_to=made, **fresh)
         if self.opened:
             # The next checkpoint waits for it in any case.
             self._aside.later(self._outlets.sync, "the resumption cannot be made durable yet")

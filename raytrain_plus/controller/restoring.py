@@ -34,8 +34,13 @@ class Restoring:
         loop: EventLoop,
         machine: Machine,
         partitions: Partitions,
+        fresh_rates: bool = False,
     ) -> None:
-        """Prepare to read checkpoints; `past`: what the run resumes from, None for a new run."""
+        """Prepare to read checkpoints; `past`: what the run resumes from, None for a new run.
+
+        `fresh_rates`: see `Plan`.
+        """
+        self._fresh_rates = fresh_rates
         self._run = run
         self._past = past
         self._journal = journal
@@ -78,7 +83,8 @@ class Restoring:
             return
         read = self._read
         checkpoint = read.name if read is not None and read.step == step else None
-        self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step))
+        fresh = self._fresh_rates and checkpoint is not None
+        self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step), fresh_rates=fresh)
         self._checkpoints.go_back(self._journal.generation, step)
 
     def _restored(self, command: e.Restore, manifest: Manifest) -> None:

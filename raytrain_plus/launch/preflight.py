@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import yaml
@@ -53,13 +54,19 @@ _CHANGED = has.object_of(
 
 
 def order_of(
-    job: Job, *, fresh: bool = False, roots: Sequence[Path] = (), may_change: Collection[str] = ()
+    job: Job,
+    *,
+    fresh: bool = False,
+    roots: Sequence[Path] = (),
+    may_change: Collection[str] = (),
+    fresh_rates: bool = False,
 ) -> Order | Result:
     """Return the order for the controller, or the result if the same job has finished already.
 
     `roots` are folders to import the task from, besides the working directory. An unfinished run of this name resumes
     from its newest complete checkpoint, or is moved aside if `fresh`. `may_change`: settings in which the job may
-    differ from the one that started the run, besides those that do not affect results. Raises `InputError` if the job,
+    differ from the one that started the run, besides those that do not affect results. `fresh_rates`: see
+    `messages.Plan`. Raises `InputError` if the job,
     its data or its task is wrong, before any folder is made. Warnings go to stderr.
     """
     folder = check_writable(job.storage).inside(job.name)
@@ -85,7 +92,8 @@ def order_of(
     sources = source_digests(job, search)
     if past is not None:
         _warn_of_another_task(folder, sources)
-        _warn_of_an_ended_schedule(folder, past)
+        if not fresh_rates:
+            check_schedule(folder, past, steps)
     sizes = size_table(job, layers_of(job, code.task))
     unformed = unused_workers(sizes)
     for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:
@@ -100,6 +108,7 @@ def order_of(
             held_out=held_out,
             collective=collective,
             folder=folder.address,
+            fresh_rates=fresh_rates,
         ),
         past=past,
         task_modules=sources,
@@ -222,19 +231,57 @@ def _warn_of_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
         print(f"warning: the task's source has changed since this run was last started: {changed}", file=sys.stderr)
 
 
-def _warn_of_an_ended_schedule(folder: Folder, past: Past) -> None:
-    """Warn if a finished run is to be extended, and its state has a learning rate of 0 for the next step."""
+def check_schedule(folder: Folder, past: Past, steps: int) -> None:
+    """Warn if a run is to make more steps than its schedule of learning rates is good for.
+
+    Raises `InputError` if the schedule would raise an error. The checkpoint has the schedule, with the length that it
+    had when the run began.
+    """
     manifest = next((found.manifest for found in past.found if found.manifest is not None), None)
-    result = Result.load(folder)
-    if manifest is None or result is None or result.status != "finished":
+    if manifest is None:
         return
+    kind, end = schedule_end(manifest.tree)
+    if kind == "OneCycleLR" and steps > end:
+        raise InputError(
+            f"the run's schedule, OneCycleLR, has {end:,} steps, and fails in the one after them",
+            where=f"steps: {steps}",
+            expected=f"{end:,} or fewer",
+            remedy=f"raytrain resume RUN --fresh-rates, if the task's schedule is as long as the run; {_GROWING}",
+        )
+    result = Result.load(folder)
     rates = [group["settings"].get("lr") for group in manifest.tree.get("groups") or ()]
-    if rates and all(rate == 0 for rate in rates):
+    ended = result is not None and result.status == "finished" and rates and all(rate == 0 for rate in rates)
+    if kind and steps > end:
+        print(
+            f"warning: the run's schedule, {kind}, ends after {end:,} steps, and raises the learning rate again in the "
+            f"{steps - end:,} after them; {_GROWING}",
+            file=sys.stderr,
+        )
+    elif ended:
         print(
             f"warning: this run finished after {manifest.step + 1} steps with a learning rate of 0: more steps change "
             "no weights, unless the task's schedule depends on the length of the run (self.run.total_steps)",
             file=sys.stderr,
         )
+
+
+_GROWING = "raytrain_plus.schedules, given self.run.total_steps, and StepLR and ExponentialLR go on in longer runs"
+
+
+def schedule_end(tree: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the kind of a schedule that must not go on for ever, and its steps, by the tree of a checkpoint.
+
+    It may be the last one of several that follow each other. Without such a schedule, the kind is empty.
+    """
+    state = tree.get("scheduler")
+    before = 0
+    if isinstance(state, Mapping) and state.get("_milestones") and state.get("_schedulers"):
+        before, state = state["_milestones"][-1], state["_schedulers"][-1]
+    if not isinstance(state, Mapping):
+        return "", 0
+    if "total_steps" in state and "_schedule_phases" in state:
+        return "OneCycleLR", int(before + state["total_steps"])
+    return ("CosineAnnealingLR", int(before + state["T_max"])) if "T_max" in state else ("", 0)
 
 
 def _spelled(task: str | type) -> str:

@@ -37,12 +37,13 @@ def run(
     quiet: bool = False,
     roots: Sequence[Path] = (),
     may_change: Collection[str] = (),
+    fresh_rates: bool = False,
 ) -> Result:
     """Run `job` until it ends and return its result; a failed run is a result too, with its error in words.
 
     An unfinished run of this name resumes from its newest complete checkpoint. A finished one is not run again: its
     result has `trained_steps` 0. `may_change`: settings in which the job may differ from the one that started the run,
-    besides those that do not affect results.
+    besides those that do not affect results. `fresh_rates`: see `resume`.
 
     `address`: the Ray cluster to join. An existing connection to Ray comes first; without `address` and RAY_ADDRESS a
     local Ray is started for this run. In a job that was submitted to a cluster, the run survives the end of this
@@ -51,7 +52,7 @@ def run(
     task is wrong, before any folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
-    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change)
+    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change, fresh_rates=fresh_rates)
     if isinstance(order, Result):
         if view is not None:
             view.finish(order)
@@ -88,14 +89,15 @@ def start(
     fresh: bool = False,
     roots: Sequence[Path] = (),
     may_change: Collection[str] = (),
+    fresh_rates: bool = False,
 ) -> Handle:
     """Start `job` as `run` does, but detached; return once it trains. The run survives this process.
 
     It uses the named or connected cluster, else a local Ray in separate processes on this machine. A job that has
-    finished already is not run again: the handle then has its result in `ended`. `may_change`: as for `run`. Raises the
-    error that prevented the start.
+    finished already is not run again: the handle then has its result in `ended`. `may_change`, `fresh_rates`: as for
+    `run`. Raises the error that prevented the start.
     """
-    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change)
+    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change, fresh_rates=fresh_rates)
     if not isinstance(order, Result):
         if address or ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
             with connected(job, address) as began:
@@ -113,22 +115,31 @@ def resume(
     view: ProgressView | None = None,
     quiet: bool = False,
     roots: Sequence[Path] = (),
+    fresh_rates: bool = False,
 ) -> Result:
     """Resume the run in this folder, a path or an address, from its newest complete checkpoint; return its result.
 
     `overrides` have the form `a.b=c`. They may change settings that do not affect results, and also `args.…` and
-    `steps`; more `steps` continue a finished run. The task and relative paths are resolved from the working directory,
-    as when the run started. Raises `InputError` if the run cannot be resumed like this.
+    `steps`; more `steps` continue a finished run. The optimizer keeps its rates and other settings, unless
+    `fresh_rates`: then they are as the task now makes them, as many steps into its schedule. The task and relative
+    paths are resolved from the working directory, as when the run started. Raises `InputError` if the run cannot be
+    resumed like this.
     """
     job = _resumed(run_folder, overrides)
-    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=RESUMED)
+    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=RESUMED, fresh_rates=fresh_rates)
 
 
 def start_again(
-    run_folder: str | Path, overrides: Sequence[str] = (), *, address: str | None = None, roots: Sequence[Path] = ()
+    run_folder: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    address: str | None = None,
+    roots: Sequence[Path] = (),
+    fresh_rates: bool = False,
 ) -> Handle:
     """Resume the run in this folder as `resume` does, but detached; return once it trains, as `start` does."""
-    return start(_resumed(run_folder, overrides), address=address, roots=roots, may_change=RESUMED)
+    job = _resumed(run_folder, overrides)
+    return start(job, address=address, roots=roots, may_change=RESUMED, fresh_rates=fresh_rates)
 
 
 def _resumed(run_folder: str | Path, overrides: Sequence[str]) -> Job:

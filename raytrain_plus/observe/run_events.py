@@ -54,13 +54,15 @@ _OPTIONAL = {
     "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr", "gpus"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
     "checkpoint_saved": frozenset({"checkpoint"}),
+    "resumed": frozenset({"fresh_rates"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
 }
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
 
 `rows_skipped`: the number of rows that were left out because they cannot be used. `lr`: the learning rate with which
 the step was made; a list if the optimizer has several parameter groups. `gpus`: readings of the members' GPUs, as
-`gpu_use.GpuUse`, in one step every half a minute or so.
+`gpu_use.GpuUse`, in one step every half a minute or so. `fresh_rates`: the optimizer's settings are those that the task
+makes, not those of the checkpoint.
 """
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -97,6 +99,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "grad_norm": has.number_or_nonfinite,
     "skipped": has.truth,
     "rows_skipped": has.whole(1),
+    "fresh_rates": has.truth,
     "lr": lambda value: (_RATES if isinstance(value, list) else has.number_or_nonfinite)(value),
     "gpus": has.table_of(_GPU),
     "seconds": _SECONDS,

@@ -330,7 +330,8 @@ def event_text(event: RunEvent) -> str | None:
     if kind == "storage_recovered":
         return f"can write to {event['place']} again after {event['seconds']:.0f} s ({event['error']})"
     if kind == "resumed":
-        return _resumed(event["step"], event["checkpoint"])
+        rates = ", with the task's learning rates" if event.get("fresh_rates") else ""
+        return _resumed(event["step"], event["checkpoint"]) + rates
     return None
 
 

@@ -213,6 +213,29 @@ def class_differences(tree: Json, holding: Holding) -> list[str]:
     ]
 
 
+def settings_kept(tree: Json, holding: Holding) -> list[str]:
+    """Describe how settings of the optimizer's groups, as the task makes them, differ from those of a state.
+
+    Loading the state keeps its own. Where a scheduler changes the learning rate, the first one is compared.
+    """
+    if holding.optimizer is None:
+        return []
+    found = []
+    groups = list(zip(holding.optimizer.param_groups, tree["groups"], strict=False))
+    for number, (group, held) in enumerate(groups):
+        there = held["settings"]
+        changing = {"params", "lr"} if "initial_lr" in there else {"params"}
+        if "max_momentum" in there:
+            changing |= {"momentum", "betas"}
+        here = {key: value for key, value in group.items() if key in there and key not in changing}
+        for key, value in here.items():
+            made = to_json(value, "", {})
+            if made != there[key] and isinstance(made, (int, float)) and isinstance(there[key], (int, float)):
+                where = f" (group {number + 1} of {len(groups)})" if len(groups) > 1 else ""
+                found.append(f"{'lr' if key == 'initial_lr' else key} {there[key]:g}, not {made:g}{where}")
+    return found
+
+
 def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
     """Load optimizer, scheduler and grids from a tree; `tensor(name, device)` returns the tensors.
 

@@ -94,6 +94,15 @@ def standing_still(step: int) -> Remark:
     )
 
 
+def settings_kept(which: Sequence[str]) -> Remark:
+    """Return that a resumed run keeps these settings of its optimizer, in words."""
+    return Remark(
+        "settings kept",
+        f"the optimizer keeps from the checkpoint {'; '.join(which[:NAMED])}{'; ...' * (len(which) > NAMED)}, which "
+        "the task gives it now: raytrain resume RUN --fresh-rates takes the new ones",
+    )
+
+
 def rows_counted() -> Remark:
     """Return that the evaluations of a run do not use the weights of its loss."""
     return Remark(

@@ -8,6 +8,7 @@ step, `finish` applies it here too.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -154,6 +155,8 @@ class TrainState:
 
         A worker that has yet to apply that step needs them.
         """
+        self.kept: Sequence[str] = ()
+        """Settings of the optimizer that came with the state, although the task now makes others; in words."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys(RULES, True)
@@ -390,6 +393,23 @@ class TrainState:
             averages = {name: nn.Parameter(value, requires_grad=False) for name, value in whole.items()}
         return self._averages.in_model(averages)
 
+    def renew_rates(self) -> None:
+        """Set the rates and other settings of the optimizer as the task makes them, as many steps into its schedule."""
+        if self.optimizer is None:
+            return
+        self._copies.before_change()
+        made = getattr(self.scheduler, "last_epoch", (self.last_applied or 0) + 1)
+        kept = self.optimizer.state
+        self._make_optimizer()
+        self.optimizer.state.clear()
+        self.optimizer.state.update(kept)
+        if self.scheduler is not None:
+            with warnings.catch_warnings():
+                # It warns of steps of a scheduler without any of its optimizer.
+                warnings.simplefilter("ignore")
+                for _ in range(made):
+                    self.scheduler.step()
+
     def restore_buffers(self) -> None:
         """Put the committed buffers into the model."""
         for part in self.parts:
@@ -470,15 +490,20 @@ class TrainState:
 
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""
-        named, decay = self.named, self.technique.decay
+        self._make_optimizer()
+        decay = self.technique.decay
+        modules = [part.module for part in self.parts]
+        self._averages = None if decay is None else Averages(self.named, modules, decay)
+
+    def _make_optimizer(self) -> None:
+        """Build optimizer and scheduler."""
+        named = self.named
         # Rows and slices have the names of their weights, by which a task may choose their group.
         known = [(whole_weight(weight_of(name)), value) for name, value in named]
         model = as_one([part.module for part in self.parts])
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(self.task, known, model) if named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""
         self.scheduler = None if self.optimizer is None else build_scheduler(self.task, self.optimizer)
-        modules = [part.module for part in self.parts]
-        self._averages = None if decay is None else Averages(named, modules, decay)
 
     def _make_room(self, totals: StepTotals) -> None:
         """Make room for the step's metrics in the next steps; a part of the state, so that all workers agree."""

@@ -32,7 +32,14 @@ from raytrain_plus.training.early_stop import Evaluations
 from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.pipedream import PipeDream
 from raytrain_plus.training.records import Evaluated, Remark, StepRecord
-from raytrain_plus.training.remarks import loss_weighted, modes_changed, rows_counted, stays_in_evaluation, woken
+from raytrain_plus.training.remarks import (
+    loss_weighted,
+    modes_changed,
+    rows_counted,
+    settings_kept,
+    stays_in_evaluation,
+    woken,
+)
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
@@ -150,6 +157,8 @@ class Generation:
         """Yield what a user should know of how this run trains its model, by the rules of the version that began it."""
         if self._prepared.plan.job.evaluate is not None and not state.rules[WEIGHTED]:
             yield rows_counted()
+        if state.kept:
+            yield settings_kept(state.kept)
         if not state.rules[MEAN_LOSS]:
             yield loss_weighted()
         if not state.rules[AS_BUILT] and any(part.in_evaluation for part in state.parts):

@@ -52,6 +52,8 @@ class Plan:
     worker."""
     trial: bool = False
     """Whether this worker tries the task before it prepares itself."""
+    fresh_rates: bool = False
+    """Whether the optimizer's settings are the task's, not those of the checkpoint that the run resumes from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from raytrain_plus.errors import CheckpointError, DamagedError, StorageError
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.finite import as_tensors, not_finite
-from raytrain_plus.state.holding import class_differences, model_state, rows_held
+from raytrain_plus.state.holding import class_differences, model_state, rows_held, settings_kept
 from raytrain_plus.state.manifest import FOLDER, Manifest, StoredTensor, mismatch
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.rows import is_sharded, parse_rows, renamed, whole_name
@@ -48,11 +48,16 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
         tensors, tree = retry(lambda: _read(run, manifest, list(stored), tree, state.trained))
     except StorageError as failure:
         raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
+    kept = settings_kept(tree, state.holding()) if state.last_applied == -1 else []
     bad = not_finite(as_tensors(tensors), state.allowed)
     if bad:
         # Older versions wrote such checkpoints.
         raise DamagedError(f"'{bad[0]}' holds NaN or infinity", where=f"{run.where}/{FOLDER}/{manifest.name}.json")
     state.adopt(Snapshot(manifest.step, tensors, json.dumps(tree).encode(), ""))
+    if prepared.plan.fresh_rates:
+        state.renew_rates()
+    else:
+        state.kept = kept
 
 
 def _only_lacks(manifest: Manifest, stored: Mapping[str, StoredTensor], state: TrainState) -> str:

@@ -532,6 +532,20 @@ def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, s
     return folder
 
 
+class Rated(Net):
+    """A task with a learning rate, which falls."""
+
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+        self.lr = lr
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=self.lr)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
 class Unkeyed(Net):
     """A task that draws from a generator that no key seeds."""
 

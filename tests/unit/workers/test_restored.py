@@ -28,7 +28,8 @@ def written(run: LocalFolder, without: str = "?", **changes: Any) -> Manifest:
 
 def restored(run: LocalFolder, manifest: Manifest) -> str:
     state = state_of()
-    prepared: Any = SimpleNamespace(own=SimpleNamespace(part=lambda layers: state), run_folder=lambda: run)
+    plan = SimpleNamespace(fresh_rates=False)
+    prepared: Any = SimpleNamespace(own=SimpleNamespace(part=lambda layers: state), run_folder=lambda: run, plan=plan)
     restore(prepared, manifest, WHOLE)
     assert state.last_applied == 3
     return sha(state)
