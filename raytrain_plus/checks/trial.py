@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.prepare import LOCK_S, prepare_data
+from raytrain_plus.data.transform_block import with_draws
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
@@ -58,11 +60,11 @@ class TryingHere:
 
         job = self._job
         code = load_user_code(job, self._search)
-        rows = rows_of(job, training_data(job, self._search), code.transform)
+        rows = with_draws(rows_of(job, training_data(job, self._search), code.transform))
         held_out = (
             None if job.evaluate is None else held_out_rows_of(job, held_out_data(job, self._search), code.transform)
         )
-        return try_on_cpu(job, code.task, rows, held_out)
+        return try_on_cpu(job, code.task, rows, held_out and replace(held_out, draws=rows.draws))
 
 
 class _TryingApart:

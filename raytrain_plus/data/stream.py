@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -20,13 +21,15 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from raytrain_plus.data.columns import column_of, copied
 from raytrain_plus.data.reads import Read
+from raytrain_plus.data.sample_order import RowRange
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.data.unusable import is_bare
-from raytrain_plus.errors import DataError, TaskError
+from raytrain_plus.errors import DataError, TaskError, WaitExpired
 
 TASKS_AT_ONCE = 2
 """Maximum concurrent read tasks of one worker."""
@@ -40,6 +43,9 @@ OBJECT_STORE_BYTES = 256 << 20
 """Maximum bytes that one worker's stream may hold in Ray's object store."""
 WAITING_BYTES = 64 << 20
 """Bytes waiting in the worker's memory at which the stream pauses."""
+
+READ_S = 600.0
+"""Maximum seconds of a read in a task of its own."""
 
 _NUMBER = "_raytrain_read"
 
@@ -90,6 +96,32 @@ def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterato
             # Nor does it get a read of which no row can be used: Ray Data wants the same columns in all blocks.
             continue
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
+
+
+def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[RowRange], pa.Table]:
+    """Return a function that reads as `rows` do, in a task on that node; raises what a read raises there."""
+    sent: list[Any] = []
+    task = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node})(_read_one)
+
+    def read(row_range: RowRange) -> pa.Table:
+        if not sent:
+            sent.append(ray.put(cloudpickle.dumps(rows)))
+        try:
+            return ray.get(task.remote(sent[0], tuple(roots), row_range), timeout=READ_S)
+        except GetTimeoutError as error:
+            raise WaitExpired(f"rows were not read and transformed within {READ_S:g} s") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, Exception):
+                raise error.cause from None
+            raise
+
+    return read
+
+
+def _read_one(pickled_rows: bytes, roots: tuple[str, ...], row_range: RowRange) -> pa.Table:
+    sys.path[:0] = [root for root in roots if root not in sys.path]
+    rows: Rows = cloudpickle.loads(pickled_rows)
+    return rows.read(row_range)
 
 
 class Stream:
@@ -201,7 +233,8 @@ class Stream:
 
     def _execute(self, groups: list[tuple[Read, ...]]) -> None:
         if self._sent is None:
-            self._sent = ray.put(cloudpickle.dumps(self._rows))
+            # Its tasks are no processes that train.
+            self._sent = ray.put(cloudpickle.dumps(replace(self._rows, elsewhere=None)))
         wanted = {read.number: read for group in groups for read in group}
         dataset = ray.data.read_datasource(
             _Reads(self._sent, self._roots, groups, self._whole_units),

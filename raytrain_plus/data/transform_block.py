@@ -2,8 +2,9 @@
 
 `transform` gets transform blocks (`granule` in settings): a fixed maximum number of rows of one unit, divided at fixed
 positions of the unit's row order in that epoch. Its generator is keyed by (seed, epoch, unit, block). So the call is
-the same for every reader, wherever a span begins. What is done to each row by itself, before and after the transform,
-may get any rows at once.
+the same for every reader, wherever a span begins. If it draws from the generators of the process too, as torchvision's
+transforms do, these are seeded with the block's key, in a process that does not train. What is done to each row by
+itself, before and after the transform, may get any rows at once.
 
 A row that one of these functions cannot use ends the run, or is left out (`Rows.skip`): see `unusable`.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,10 @@ class Rows:
     after: tuple[RowByRow, ...] = ()
     skip: bool = False
     """Whether a row that cannot be used is returned with its fault, instead of raised; see `unusable.FAULT`."""
+    draws: bool = False
+    """Whether `transform` draws from the generators of the process."""
+    elsewhere: Callable[[RowRange], pa.Table] | None = None
+    """Reads in another process, if this one may not seed its generators."""
 
     @property
     def as_read(self) -> bool:
@@ -70,6 +75,8 @@ class Rows:
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
+        if self.elsewhere is not None:
+            return self.elsewhere(row_range)
         return self._cut(self._between(row_range), row_range)
 
     def cut(self, unit: pa.Table, row_range: RowRange) -> pa.Table:
@@ -186,8 +193,9 @@ class Rows:
     def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
         """Return what `transform` makes of rows of a block, without ids, with the block's generator."""
         assert self.transform is not None
-        rng = np.random.Generator(np.random.PCG64(mix(self.seed, _BLOCKS, row_range.epoch, row_range.unit, number)))
-        made = self.transform(selectable(rows), rng)
+        key = mix(self.seed, _BLOCKS, row_range.epoch, row_range.unit, number)
+        with _seeded(key) if self.draws else nullcontext():
+            made = self.transform(selectable(rows), np.random.Generator(np.random.PCG64(key)))
         if not isinstance(made, pa.Table) or made.num_rows != rows.num_rows:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
@@ -195,6 +203,23 @@ class Rows:
                 f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made
+
+
+def _seeded(key: int) -> AbstractContextManager[None]:
+    # It loads torch, which the controller does without.
+    from raytrain_plus.data.generators import seeded
+
+    return seeded(key)
+
+
+def with_draws(rows: Rows) -> Rows:
+    """Return the same, with whether `transform` draws from the generators of the process, judged by its first block."""
+    if rows.transform is None:
+        return rows
+    from raytrain_plus.data.generators import draws
+
+    [first, *_] = rows.sample_order.row_ranges_between(0, 0, 1)
+    return replace(rows, draws=draws(lambda: rows.read(first)))
 
 
 def _overlap(row_range: RowRange, begin: int, end: int) -> tuple[int, int]:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from raytrain_plus.data.generators import seeded
 from raytrain_plus.errors import DataError, TaskError
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
 
@@ -91,23 +88,8 @@ def call_function(spec: str, roots: Sequence[str]) -> Any:
         what = f"the function raised {type(error).__name__}: {error}"
         return TaskError(what, where=f"dataset {spec}", user_traceback=trim_traceback(error))
 
-    with reporting(report), fixed_randomness():
+    with reporting(report), seeded(_SEED):
         return function()
-
-
-@contextmanager
-def fixed_randomness() -> Iterator[None]:
-    """Let the generators of Python, NumPy and torch give the same numbers inside, and then continue as before."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        random.seed(_SEED)
-        np.random.seed(_SEED)
-        torch.default_generator.manual_seed(_SEED)
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 def source_digest(spec: str, roots: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import pyarrow as pa
 import ray
 
 from raytrain_plus.data.first_rows import first_microbatch
@@ -15,6 +16,7 @@ from raytrain_plus.data.microbatches import Collate, Microbatch, microbatch_rows
 from raytrain_plus.data.of_job import evaluation_order_of, held_out_rows_of, rows_of, sample_order_of
 from raytrain_plus.data.reader import Batches, Counts, held_out, held_out_counts
 from raytrain_plus.data.row_names import named_rows
+from raytrain_plus.data.sample_order import RowRange
 from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
@@ -34,17 +36,27 @@ class Feeds:
         collate: Collate,
         transform: Transform | None,
         pin: Callable[[Any], Any] | None = None,
+        *,
+        draws: bool = False,
     ) -> None:
-        """Prepare to open them; `pin`: see `Batches`."""
+        """Prepare to open them; `pin`: see `Batches`; `draws`: see `Rows`."""
         self._plan = plan
         self._pin = pin
         self._collate = collate
-        self.rows = rows_of(plan.job, plan.index, transform)
+        self.rows = self._apart(rows_of(plan.job, plan.index, transform), draws)
         """What reads the training data."""
-        self.held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
+        held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
+        self.held_out = None if held_out is None else self._apart(held_out, draws)
         """What reads the held-out data, if the job has any."""
         self._evaluation = None if self.held_out is None else _evaluation(plan.job, self.held_out, collate)
         self._last: Batches | None = None
+
+    def _apart(self, rows: Rows, draws: bool) -> Rows:
+        """Return what reads rows: in another process, if their transform needs seeded generators of its process."""
+        if not draws:
+            return rows
+        rows = replace(rows, draws=True)
+        return replace(rows, elsewhere=read_elsewhere(rows, self._plan.roots))
 
     def first(self) -> Microbatch:
         """Return the first microbatch of shard 0 in step 0."""
@@ -121,6 +133,13 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     from raytrain_plus.data.stream import Stream
 
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
+
+
+def read_elsewhere(rows: Rows, roots: Sequence[str]) -> Callable[[RowRange], pa.Table]:
+    """See `stream.reading_elsewhere`; on this node."""
+    from raytrain_plus.data.stream import reading_elsewhere
+
+    return reading_elsewhere(rows, roots, _node())
 
 
 def _node() -> str:

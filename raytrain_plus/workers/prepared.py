@@ -15,7 +15,7 @@ import torch
 from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.collective.nccl import set_up_nccl
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.transform_block import Transform
+from raytrain_plus.data.transform_block import Transform, with_draws
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY
@@ -120,7 +120,9 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     device = device_of(job)
     technique_of(job, device).precision.set_up()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
-    trial = _trial(plan, cls, device, transform) if plan.trial else None
+    # No thread of this process trains yet.
+    draws = with_draws(rows_of(job, plan.index, transform)).draws
+    trial = _trial(plan, cls, device, transform, draws=draws) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
     task = task_of(job, cls, plan.steps)
 
@@ -143,7 +145,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         best,
         lambda pieces: own.state.trained.held_rows(pieces),
     )
-    feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None)
+    feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None, draws=draws)
     ready, classes = _reported(job, task, device, own, feeds, trial)
     gpu = gpu_of(device)
     made = Prepared(
@@ -189,10 +191,12 @@ def _reported(
     return ready, classes_of(first.batch)
 
 
-def _trial(plan: Plan, cls: type[Task], device: torch.device, transform: Transform | None) -> Trial:
+def _trial(plan: Plan, cls: type[Task], device: torch.device, transform: Transform | None, *, draws: bool) -> Trial:
     """Try the task, and free what that has built."""
-    held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
-    found = try_task(plan.job, cls, device, rows_of(plan.job, plan.index, transform), held_out)
+    rows, held_out = rows_of(plan.job, plan.index, transform), None
+    if plan.held_out is not None:
+        held_out = replace(held_out_rows_of(plan.job, plan.held_out, transform), draws=draws)
+    found = try_task(plan.job, cls, device, replace(rows, draws=draws), held_out)
     # Hooks tie a model and its gradients into cycles.
     gc.collect()
     if device.type == "cuda":

@@ -532,6 +532,23 @@ def write_data(folder: Path, rows: int = 500, files: int = 3, group: int = 20, s
     return folder
 
 
+def shaken(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+    """Add noise from the generators of the process, as libraries of image transforms draw theirs."""
+    x = np.stack(table.column("x").to_pylist())
+    x += np.random.normal(size=x.shape) * 0.1 + torch.rand(len(x), 1).numpy() + random.random()
+    made = pa.FixedSizeListArray.from_arrays(pa.array(x.astype("float32").reshape(-1)), x.shape[1])
+    return table.set_column(table.schema.get_field_index("x"), "x", made)
+
+
+class Slow(Net):
+    """Each loss takes a little longer."""
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            time.sleep(0.01)
+        return super().loss(model, batch)
+
+
 class Rated(Net):
     """A task with a learning rate, which falls."""
 
