@@ -84,7 +84,9 @@ class Data:
     """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
 
     Default None: rows are used as they are. The function must keep the number of rows, and be safe to call from two
-    threads or two processes at once.
+    threads or two processes at once. `rng` is a NumPy generator for each block. One that draws from the generators of
+    Python, NumPy or torch instead, as torchvision's transforms do, gets the same numbers on any worker too: it is
+    called in tasks of Ray, where these are seeded for each block.
     """
 
     collate: str | None = None

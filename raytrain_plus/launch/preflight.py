@@ -108,6 +108,7 @@ def order_of(
             held_out=held_out,
             collective=collective,
             folder=folder.address,
+            resumed=_resumed_rules(past),
             fresh_rates=fresh_rates,
         ),
         past=past,
@@ -229,6 +230,11 @@ def _refuse_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
 def _warn_of_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
     if changed := _changes(folder, sources):
         print(f"warning: the task's source has changed since this run was last started: {changed}", file=sys.stderr)
+
+
+def _resumed_rules(past: Past | None) -> Mapping[str, Any] | None:
+    manifest = None if past is None else next((one.manifest for one in past.found if one.manifest is not None), None)
+    return None if manifest is None else {"rules": manifest.tree.get("rules", {})}
 
 
 def check_schedule(folder: Folder, past: Past, steps: int) -> None:

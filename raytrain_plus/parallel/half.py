@@ -121,7 +121,7 @@ class Half:
         """See `Wire`."""
         total, self._total = self._total, None
         if total is None:
-            self._bucket.mul_(self._weighting.take() / weight)
+            multiply(self._bucket, self._weighting.take() / weight)
         else:
             self._bucket.copy_(total.mul_(1.0 / weight))
 

@@ -2,7 +2,8 @@
 
 What a microbatch adds to a bucket are the gradients of its mean loss. Before one of another weight is added, what is
 there is multiplied by the last weight over the next one; at the end, everything is multiplied by the last weight. So
-microbatches of equal weights cost one multiplication in a step.
+microbatches of equal weights cost one multiplication in a step. Weights on a device cannot be compared without a wait,
+so each costs one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ class Weighting:
             given = torch.zeros((), dtype=torch.float64, device=gradients.device).add_(weight)
             self._weight = torch.where(given == 0, 1.0 if before is None else before, given)
             if before is not None:
-                gradients.mul_(before / self._weight)
+                multiply(gradients, before / self._weight)
         elif weight and before != weight:
             self._weight = weight
             if before is not None:
-                gradients.mul_(before / weight)
+                multiply(gradients, before / weight)
 
     def take(self) -> Weight:
         """Return by what the caller must multiply the gradients now; from then on nothing is left to multiply."""
@@ -46,5 +47,8 @@ class Weighting:
 
 def multiply(gradients: torch.Tensor, weight: Weight) -> None:
     """Multiply gradients, unless that changes nothing."""
-    if isinstance(weight, torch.Tensor) or weight != 1.0:
+    if isinstance(weight, torch.Tensor) and gradients.dtype.itemsize == 2:
+        # A GPU would round the weight to 16 bits first.
+        gradients.copy_(gradients.float().mul_(weight))
+    elif isinstance(weight, torch.Tensor) or weight != 1.0:
         gradients.mul_(weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -68,7 +69,15 @@ False in the states of older versions, which backpropagated the loss times its w
 """
 
 RULES = (LEFT_ALONE, WEIGHTED, AS_BUILT, NOTHING_ADDED, MEAN_LOSS)
-"""The keys of `Holding.rules`: all are True in the state of a run that this version begins."""
+"""The keys of `Holding.rules`."""
+NEW_RULES: Mapping[str, bool] = MappingProxyType(dict.fromkeys(RULES, True))
+"""Those of a run that this version begins."""
+
+
+def rules_of(tree: Json) -> dict[str, bool]:
+    """Return the rules of a state, which an older version may have written."""
+    found: dict[str, bool] = dict.fromkeys(RULES, False) | tree.get("rules", {})
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,4 +286,4 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     # States of older versions have no counts.
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
-    holding.rules.update(dict.fromkeys(RULES, False) | tree.get("rules", {}))
+    holding.rules.update(rules_of(tree))

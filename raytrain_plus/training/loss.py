@@ -50,7 +50,12 @@ class TaskLoss(NamedTuple):
         """
         weight = self.weight
         if isinstance(weight, torch.Tensor):
-            weight = weight.to(torch.float64)
+            # The task may change its tensor.
+            weight = weight.to(torch.float64, copy=True)
+        if mean and isinstance(weight, torch.Tensor):
+            # The loss may depend on parameters by ways that lead through no output of the model.
+            loss = torch.where(weight == 0, self.loss.new_zeros(()), self.loss)
+            return Objective(loss if factor == 1.0 else loss * factor, weight)
         if mean:
             return Objective(self.loss if factor == 1.0 else self.loss * factor, weight)
         if isinstance(weight, torch.Tensor):

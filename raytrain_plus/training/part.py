@@ -46,7 +46,7 @@ class ModelPart:
     added: AddedState
     """Refuses what its first forward pass adds to it."""
     hooked: Sequence[str]
-    """The trained parameters with hooks that see the sum of what was added to their gradients."""
+    """See `hooked_parameters`."""
 
     def writes(self) -> list[int]:
         """Return how often each parameter has been written."""
@@ -74,15 +74,6 @@ class ModelPart:
         with self.keys.opened(keyed), self.technique.precision.autocast():
             yield
 
-    def check_hooks(self) -> None:
-        """Raise `TrainingError` for hooks that would see other gradients on other numbers of workers."""
-        if self.hooked:
-            raise TrainingError(
-                f"the parameter '{self.hooked[0]}' has a hook of register_post_accumulate_grad_hook, which would see "
-                "the sum over as many microbatches as its worker has computed: use register_hook, which sees the "
-                "gradient of each microbatch"
-            )
-
     def check_unchanged(self, before: Sequence[int]) -> None:
         """Raise `TrainingError` if a parameter was written since `before`."""
         now = self.writes()
@@ -92,6 +83,21 @@ class ModelPart:
                 f"the loss changed the parameter '{changed}' in place, in every microbatch; only the optimizer step "
                 "may: keep a moving average in a buffer (register_buffer), and use no max_norm in an embedding"
             )
+
+
+def hooked_parameters(module: nn.Module) -> list[str]:
+    """Return the trained parameters with hooks that see the sum of what was added to their gradients."""
+    return [name for name, value in module.named_parameters() if value.requires_grad and has_accumulated_hooks(value)]
+
+
+def check_hooks(hooked: Sequence[str]) -> None:
+    """Raise `TrainingError` for such hooks, which would see other gradients on other numbers of workers."""
+    if hooked:
+        raise TrainingError(
+            f"the parameter '{hooked[0]}' has a hook of register_post_accumulate_grad_hook, which would see the sum "
+            "over as many microbatches as its worker has computed: use register_hook, which sees the gradient of each "
+            "microbatch"
+        )
 
 
 def make_parts(
@@ -146,7 +152,7 @@ def _make_part(
     gathered: bool,
 ) -> ModelPart:
     named, in_evaluation = list(built.module.named_parameters()), modules_in_evaluation(built.module)
-    hooked = [name for name, value in named if value.requires_grad and has_accumulated_hooks(value)]
+    hooked = hooked_parameters(built.module)
     check_summable(named, exact=exact_shards is not None)
     keys = LayerKeys(built.module, built.layers, seed)
     masters = technique.apply(built, keys.recall)

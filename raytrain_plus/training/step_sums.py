@@ -54,7 +54,7 @@ class StepSums:
         self._shards = shards
         self._device = device
         self.loss_factor = 1.0
-        """By what each microbatch's weighted loss is multiplied in this step; its gradients are divided by it."""
+        """By what each microbatch's loss is multiplied in this step; its gradients are divided by it."""
         self.rider = Rider(parts[0].gradients, [part.buffers for part in parts], shards)
 
     @property

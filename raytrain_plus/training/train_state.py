@@ -33,8 +33,8 @@ from raytrain_plus.state.holding import (
     LEFT_ALONE,
     MEAN_LOSS,
     METRICS,
+    NEW_RULES,
     NOTHING_ADDED,
-    RULES,
     SKIPPED,
     Holding,
     model_state,
@@ -52,7 +52,7 @@ from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import FIRST, LossScale, found_in, put
 from raytrain_plus.training.model import Built, as_one, set_training
 from raytrain_plus.training.optimizer import build_optimizer
-from raytrain_plus.training.part import header_rider, make_parts, wires
+from raytrain_plus.training.part import check_hooks, header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.spread import Spread
 from raytrain_plus.training.step_sums import StepSums
@@ -159,7 +159,7 @@ class TrainState:
         """Settings of the optimizer that came with the state, although the task now makes others; in words."""
         self.scales: dict[str, int] = {}
         """The grids of the next exact sums, by parameter and buffer."""
-        self.counts, self.rules = {SKIPPED: 0}, dict.fromkeys(RULES, True)
+        self.counts, self.rules = {SKIPPED: 0}, dict(NEW_RULES)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
         if self.technique.precision.scales_loss:
             put(LossScale(FIRST), self.counts)
@@ -421,7 +421,7 @@ class TrainState:
             if not self.rules[NOTHING_ADDED]:
                 part.added.allow()
             if training and self.rules[MEAN_LOSS]:
-                part.check_hooks()
+                check_hooks(part.hooked)
             if training:
                 set_training(part.module, part.in_evaluation if self.rules[AS_BUILT] else ())
             else:

@@ -57,7 +57,7 @@ class Transient:
 
 
 def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: copy(value) if isinstance(value, _COPIED) else value for name, value in attributes.items()}
+    return {name: copy(value) if type(value) in _COPIED else value for name, value in attributes.items()}
 
 
 def _put(module: nn.Module, attributes: dict[str, Any]) -> None:

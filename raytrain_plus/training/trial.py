@@ -38,6 +38,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.sizing import most_workers, share_of
 from raytrain_plus.parallel.wire import gradient_dtype
+from raytrain_plus.state.holding import MEAN_LOSS, NEW_RULES, NOTHING_ADDED
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import graph_breaks, has_backward_hooks
@@ -54,8 +55,9 @@ from raytrain_plus.training.metric_sums import checked, numbers
 from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.training.model import pass_names, train_as_built
 from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
+from raytrain_plus.training.part import check_hooks, hooked_parameters
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.remarks import scaled_hooks, stays_in_evaluation, woken
+from raytrain_plus.training.remarks import attributes_changed, scaled_hooks, stays_in_evaluation, woken
 from raytrain_plus.training.scheduler import build_scheduler
 from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.training.slice_check import check_slices
@@ -174,8 +176,17 @@ def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
     return None
 
 
-def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_out: Rows | None) -> Trial:
+def try_task(
+    job: Job,
+    cls: type[Task],
+    device: torch.device,
+    rows: Rows,
+    held_out: Rows | None,
+    rules: Mapping[str, bool] = NEW_RULES,
+) -> Trial:
     """Try a new task of that class, whole or in the layers of which a job in stages makes them.
+
+    `rules`: those of the run: see `Holding`.
 
     Raises the errors of `build_task`, `try_whole` and `try_layers`.
     """
@@ -186,7 +197,7 @@ def try_task(job: Job, cls: type[Task], device: torch.device, rows: Rows, held_o
         size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
     try_model = try_layers if job.parallel.by_layer else try_whole
-    return replace(try_model(job, task, device, rows, held_out, room, size), state=size)
+    return replace(try_model(job, task, device, rows, held_out, room, size, rules=rules), state=size)
 
 
 def try_whole(
@@ -197,6 +208,8 @@ def try_whole(
     held_out: Rows | None,
     room: int,
     size: StateSize | None = None,
+    *,
+    rules: Mapping[str, bool] = NEW_RULES,
 ) -> Trial:
     """Build the whole model, make a step of one real microbatch, and evaluate one held-out microbatch.
 
@@ -207,8 +220,9 @@ def try_whole(
     check_signatures(task)
     with explained(job, task):
         state = build_state(job, task, device)
+    state.rules.update(rules)
     initial = initial_sums(state)
-    unshared = Unshared(task, state.module)
+    unshared = Unshared(state.module, task)
     own_share(job, state)
     steps = whole_steps(state, skip_nonfinite=True)
     wanted, remarks = microbatch_rows(rows.sample_order, job.parallel.microbatches), list[str]()
@@ -224,10 +238,13 @@ def try_whole(
     batch = _batch(job, task, rows, count)
     start = time.monotonic()
     remarks += _first_step(job, task, steps, batch)
-    few = _batch(job, task, rows, max(min(SMALL, batch.rows), batch.rows // 2))
-    with explained(job, task, few.batch):
-        remarks += unshared.remarks()
-        unshared.check_transient(lambda: _outputs_of(state, few))
+    with explained(job, task, batch.batch):
+        if state.rules[NOTHING_ADDED]:
+            changed = unshared.changed()
+            remarks += [attributes_changed(changed).text] if changed else []
+            fewer = max(min(SMALL, batch.rows), batch.rows // 2)
+            exact = job.reduction == "exact"
+            unshared.check_transient(lambda: _outputs_of(state, _batch(job, task, rows, fewer)), exact=exact)
     remarks += [scaled_hooks().text] * (state.technique.precision.scales_loss and _has_hooks(state.module))
     remarks += [woken().text] * state.woken
     remarks += [stays_in_evaluation(name).text for name in [state.trained_in_evaluation] if name]
@@ -271,17 +288,19 @@ def _outputs_of(state: TrainState, batch: Microbatch) -> list[torch.Tensor]:
     [part] = state.parts
     state.restore_buffers()
     try:
-        with torch.no_grad(), part.evaluating(0, 0):
+        with part.evaluating(0, 0):
             given = to_device(batch.batch, state.device, copy=True)
-            return [task_loss(state.task, part.module, given, batch.rows).loss]
+            return [task_loss(state.task, part.module, given, batch.rows).loss.detach()]
     finally:
         state.restore_buffers()
 
 
 def _outputs_of_layer(chunk: Chunk, work: Alone, given: Tensors | None) -> list[torch.Tensor]:
-    """Return what a layer makes of what the layer before has made."""
-    with torch.no_grad():
-        found = forward(chunk, work, given)
+    """Return what a layer makes of what the layer before has made; it changes no persistent buffers."""
+    kept = [(value, value.clone()) for value in chunk.submod.buffers()]
+    found = forward(chunk, work, given)
+    for value, before in kept:
+        value.copy_(before)
     return found.values if isinstance(found, Tensors) else [found.loss]
 
 
@@ -308,6 +327,8 @@ def try_layers(
     held_out: Rows | None,
     room: int = 0,
     size: StateSize | None = None,
+    *,
+    rules: Mapping[str, bool] = NEW_RULES,
 ) -> Trial:
     """Do the same layer by layer, for a model that may fit into no single process, and measure each layer.
 
@@ -329,8 +350,7 @@ def try_layers(
         need = None if size is None else check_layers_fit(job, layers, held, size, device, room)
         few = None if held_out is None else _batch(job, task, held_out, wanted)
         remarks = list[str]()
-        returned = _one_by_one(task, job, technique, batch, few, remarks)
-    # Layers that are alike have the same to say.
+        returned = _one_by_one(task, job, technique, batch, few, remarks, rules)
     remarks, metrics = [*dict.fromkeys(remarks), *_uncompiled(job)], {}
     if few is not None:
         metrics = _tried(job, task, few, lambda: _summarised(task, returned, few.rows), remarks)
@@ -352,7 +372,13 @@ def _uncompiled(job: Job) -> list[str]:
 
 
 def _one_by_one(
-    task: Task, job: Job, technique: Technique, batch: Microbatch, held_out: Microbatch | None, remarks: list[str]
+    task: Task,
+    job: Job,
+    technique: Technique,
+    batch: Microbatch,
+    held_out: Microbatch | None,
+    remarks: list[str],
+    rules: Mapping[str, bool],
 ) -> Any:
     """Make an optimizer step with each layer alone, and pass a held-out microbatch through all; add remarks.
 
@@ -362,15 +388,21 @@ def _one_by_one(
     names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
     output: Any = None
     evaluated, empty, stepped = None, None, False
-    known = set[int]()
+    known, changed = set[int](), list[str]()
     for number, (_, built) in enumerate(each_layer(task, job.seed, technique, names, slicing_of(job, task))):
         module = train_as_built(built.module)
-        chunk, added, unshared = Chunk(module, number, [0] * len(names)), AddedState(module), Unshared(task, module)
+        if rules[MEAN_LOSS]:
+            check_hooks(hooked_parameters(module))
+        chunk, added = Chunk(module, number, [0] * len(names)), AddedState(module)
+        unshared = Unshared(module, None if number else task)
+        if not rules[NOTHING_ADDED]:
+            added.allow()
         given, output = output, forward(chunk, work, output)
         added.check()
         backward(chunk, output)
-        remarks += unshared.remarks()
-        unshared.check_transient(partial(_outputs_of_layer, chunk, work, given))
+        changed += unshared.changed() if rules[NOTHING_ADDED] else []
+        if rules[NOTHING_ADDED]:
+            unshared.check_transient(partial(_outputs_of_layer, chunk, work, given), exact=job.reduction == "exact")
         remarks += [scaled_hooks().text] * (technique.precision.scales_loss and _has_hooks(module))
         # A task may keep layers that were tried before.
         known |= {id(one) for one in module.parameters()}
@@ -389,6 +421,7 @@ def _one_by_one(
                 evaluated = forward(chunk, _Evaluated(task, job.seed, technique, held_out), evaluated)
     if empty is not None and not stepped:
         raise empty
+    remarks += [attributes_changed(changed).text] if changed else []
     return evaluated
 
 

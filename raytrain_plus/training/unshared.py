@@ -15,32 +15,41 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import write_count
-from raytrain_plus.training.remarks import attributes_changed
 from raytrain_plus.training.transient import Transient
 
 DEPTH = 4
 """How deep objects are looked into."""
-LARGE = 10_000
-"""More items or numbers than these are not looked at one by one."""
+LARGE = 100_000
+"""More items or numbers than these, of all attributes together, are not looked at one by one."""
+ROUNDING = 1e-3
+"""The largest relative difference of outputs whose bits need not be the same."""
 _OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
+_GLOBAL: tuple[object, ...] = (
+    torch.default_generator,
+    np.random.get_state.__self__,  # type: ignore[attr-defined]
+    random.getstate.__self__,  # type: ignore[attr-defined]
+)
+"""The generators of the process, which a run seeds."""
+_NOT_LOOKED_INTO = (type, ModuleType, nn.Module, torch.optim.Optimizer, LRScheduler)
 
 
 class Unshared:
     """What a model and its task keep beside parameters and persistent buffers."""
 
-    def __init__(self, task: Task, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, task: Task | None = None) -> None:
         """Note it, before any forward pass."""
-        self._attributes = {"task": Attributes(task), "model": Attributes(module)}
+        self._attributes = {"model": Attributes(module)} | ({} if task is None else {"task": Attributes(task)})
         self._transient = Transient(module)
 
-    def remarks(self) -> list[str]:
-        """Return remarks on what has changed. Raises `TaskError` if it has drawn random numbers."""
+    def changed(self) -> list[str]:
+        """Return what has changed, with whose it is. Raises `TaskError` for a generator that was drawn from."""
         for whose, one in self._attributes.items():
             for name in one.drawn():
                 raise TaskError(
@@ -49,21 +58,23 @@ class Unshared:
                     expected="torch's own generator, which a run sets by step, shard and microbatch",
                     remedy="call torch.rand, np.random.rand or random.random without a generator of your own",
                 )
-        found = [f"'{name}' of the {whose}" for whose, one in self._attributes.items() for name in one.changed()]
-        return [attributes_changed(found).text] if found else []
+        return [f"'{name}' of the {whose}" for whose, one in self._attributes.items() for name in one.changed()]
 
-    def check_transient(self, outputs: Callable[[], list[torch.Tensor]]) -> None:
+    def check_transient(self, outputs: Callable[[], list[torch.Tensor]], *, exact: bool) -> None:
         """Raise `TaskError` if `outputs` differ with and without the buffers that forward passes have made.
 
-        Such buffers are not persistent. `outputs` must return the same bits for the same buffers.
+        Such buffers are not persistent. `exact`: differences of rounding count, too. Outputs that differ each time have
+        other reasons.
         """
         grown = self._transient.grown()
         if not grown:
             return
         found = outputs()
+        if not _alike(found, outputs(), exact=exact):
+            return
         with self._transient.as_built():
             again = outputs()
-        if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(found, again, strict=True)):
+        if not _alike(found, again, exact=exact):
             raise TaskError(
                 f"the model computes something else without the buffer '{grown[0]}', which a forward pass has made and "
                 "is not persistent; a worker that joins later does not have it",
@@ -72,14 +83,20 @@ class Unshared:
             )
 
 
+def _alike(found: Sequence[torch.Tensor], other: Sequence[torch.Tensor], *, exact: bool) -> bool:
+    pairs = [(one.detach().nan_to_num(), two.detach().nan_to_num()) for one, two in zip(found, other, strict=True)]
+    return all(torch.equal(*pair) if exact else torch.allclose(*pair, rtol=ROUNDING) for pair in pairs)
+
+
 class Attributes:
     """Compares what an object keeps now with what it kept before."""
 
     def __init__(self, root: object) -> None:
         """Note what `root` keeps: a task, or a module with all in it."""
         self._root = root
+        look = _Look()
         # The values are held, too: a new object might have the identity of one that is gone.
-        self._before = {name: (value, _said(value, DEPTH)) for name, value in _kept(root)}
+        self._before = {name: (value, look.at(value)) for name, value in _kept(root)}
 
     def changed(self) -> list[str]:
         """Return the names of what is another value now, without generators."""
@@ -90,11 +107,13 @@ class Attributes:
         return [name for name, value in self._differing() if _is_generator(value)]
 
     def _differing(self) -> Iterator[tuple[str, Any]]:
-        found = set[int]()
+        found, look = set[int](), _Look()
         for name, value in _kept(self._root):
             _, before = self._before.get(name, (None, None))
+            now = look.at(value)
+            appeared = before is None and now is not None and _is_generator(value)
             # Modules may share an object, such as their configuration.
-            if id(value) not in found and _differs(before, _said(value, DEPTH)):
+            if id(value) not in found and (appeared or _differs(before, now)):
                 if not isinstance(value, _PLAIN):
                     found.add(id(value))
                 yield name, value
@@ -114,7 +133,7 @@ def _is_generator(value: object) -> bool:
 
 
 def _differs(before: Any, now: Any) -> bool:
-    """Return whether what `_said` has returned tells of a change.
+    """Return whether what a look has returned tells of a change.
 
     What was None, or was not there, and is no number now, has been made when it was first needed.
     """
@@ -125,28 +144,47 @@ def _differs(before: Any, now: Any) -> bool:
     return bool(before != now)
 
 
-def _said(value: Any, depth: int) -> Any:
-    """Return what can be compared with the same of another time; None for what cannot be looked into."""
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, torch.Tensor):
-        # What belongs to the graph of a step is none of the module's state.
-        return None if value.grad_fn is not None else (id(value), write_count(value))
-    if isinstance(value, np.ndarray):
-        return id(value) if value.size > LARGE or value.dtype == object else (value.shape, value.tobytes())
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, _GENERATORS):
-        return pickle.dumps(value)
-    if not depth or isinstance(value, (type, ModuleType, nn.Module)) or callable(value):
-        return None
-    if isinstance(value, (Mapping, Sequence, Set, deque)) and len(value) > LARGE:
-        return len(value)
-    if isinstance(value, Mapping):
-        return [(_said(key, depth - 1), _said(one, depth - 1)) for key, one in value.items()]
-    if isinstance(value, (Sequence, deque)):
-        return [_said(one, depth - 1) for one in value]
-    if isinstance(value, Set):
-        return sorted(map(repr, value))
-    held = getattr(value, "__dict__", None)
-    return None if held is None else {name: _said(one, depth - 1) for name, one in held.items()}
+class _Look:
+    """Returns what can be compared with the same of another time; None for what cannot be looked into."""
+
+    def __init__(self) -> None:
+        self._left = LARGE
+
+    def at(self, value: Any) -> Any:
+        """Return it for a value, whatever its code raises."""
+        try:
+            return self._said(value, DEPTH)
+        except Exception:
+            return None
+
+    def _said(self, value: Any, depth: int) -> Any:
+        if isinstance(value, float):
+            return float, repr(value)
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, torch.Tensor):
+            # A parameter is the model's; what belongs to the graph of a step is none of the module's state.
+            own = isinstance(value, nn.Parameter) or value.grad_fn is not None
+            return None if own else (id(value), write_count(value))
+        if isinstance(value, np.ndarray):
+            return id(value) if value.size > LARGE or value.dtype == object else (value.shape, value.tobytes())
+        if any(value is one for one in _GLOBAL):
+            return None
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if isinstance(value, _GENERATORS):
+            return pickle.dumps(value)
+        if not depth or isinstance(value, _NOT_LOOKED_INTO) or callable(value):
+            return None
+        if isinstance(value, (Mapping, Sequence, Set, deque)):
+            if len(value) > self._left:
+                return len(value)
+            self._left -= len(value)
+        if isinstance(value, Mapping):
+            return [(self._said(key, depth - 1), self._said(one, depth - 1)) for key, one in value.items()]
+        if isinstance(value, (Sequence, deque)):
+            return [self._said(one, depth - 1) for one in value]
+        if isinstance(value, Set):
+            return sorted(map(repr, value))
+        held = getattr(value, "__dict__", None)
+        return None if held is None else {name: self._said(one, depth - 1) for name, one in held.items()}

@@ -52,6 +52,9 @@ class Plan:
     worker."""
     trial: bool = False
     """Whether this worker tries the task before it prepares itself."""
+    resumed: Mapping[str, Any] | None = None
+    """The rules in the tree of the newest checkpoint, if the run resumes from one, which an older version may have
+    begun."""
     fresh_rates: bool = False
     """Whether the optimizer's settings are the task's, not those of the checkpoint that the run resumes from."""
 

@@ -25,6 +25,7 @@ from raytrain_plus.membership.events import Why
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.state.holding import NEW_RULES, rules_of
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
@@ -122,14 +123,18 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     # No thread of this process trains yet.
     draws = with_draws(rows_of(job, plan.index, transform)).draws
-    trial = _trial(plan, cls, device, transform, draws=draws) if plan.trial else None
+    rules = NEW_RULES if plan.resumed is None else rules_of(plan.resumed)
+    trial = _trial(plan, cls, device, transform, rules, draws=draws) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
     task = task_of(job, cls, plan.steps)
 
     def build(layers: Layers) -> TrainState:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
             link = Link(layers.stage.rank, layers.stage.ranks)
-            return build_state(job, task, device, layers.chunks, link)
+            state = build_state(job, task, device, layers.chunks, link)
+        # Before it has a state, it makes a step to warm up.
+        state.rules.update(rules)
+        return state
 
     own = OwnState(build)
     if not job.parallel.in_parts:
@@ -191,12 +196,20 @@ def _reported(
     return ready, classes_of(first.batch)
 
 
-def _trial(plan: Plan, cls: type[Task], device: torch.device, transform: Transform | None, *, draws: bool) -> Trial:
+def _trial(
+    plan: Plan,
+    cls: type[Task],
+    device: torch.device,
+    transform: Transform | None,
+    rules: Mapping[str, bool],
+    *,
+    draws: bool,
+) -> Trial:
     """Try the task, and free what that has built."""
     rows, held_out = rows_of(plan.job, plan.index, transform), None
     if plan.held_out is not None:
         held_out = replace(held_out_rows_of(plan.job, plan.held_out, transform), draws=draws)
-    found = try_task(plan.job, cls, device, replace(rows, draws=draws), held_out)
+    found = try_task(plan.job, cls, device, replace(rows, draws=draws), held_out, rules)
     # Hooks tie a model and its gradients into cycles.
     gc.collect()
     if device.type == "cuda":

@@ -173,10 +173,14 @@ class Chunk:
                 output = self._up_to_the_end(work, microbatch, batch)
         if self.is_last:
             if torch.is_grad_enabled():
-                self._keep(microbatch, inputs, self._detachable([output.loss]), output.weight)
+                # The task's own tensor stays as it is.
+                loss = output.loss.clone() if self._splits else output.loss
+                self._keep(microbatch, inputs, [loss], output.weight)
             return output
         tensors = flattened(output, self._last_layer)
-        tensors.values[:] = self._detachable(tensors.values)
+        if self._splits:
+            # The code for partial backward passes detaches outputs in place, which views do not support.
+            tensors.values[:] = [value.clone() if is_view(value) else value for value in tensors.values]
         if torch.is_grad_enabled():
             self._keep(microbatch, inputs, [value for value in tensors.values if value.requires_grad])
         to = self._holders[self.stage_index + 1]
@@ -287,10 +291,6 @@ class Chunk:
         from torch.distributed.pipelining._backward import stage_backward_input
 
         _, now.groups = stage_backward_input(outputs, given, now.inputs, self.submod.parameters())
-
-    def _detachable(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return outputs that the code for partial backward passes can detach in place: copies in place of views."""
-        return [value.clone() if self._splits and is_view(value) else value for value in outputs]
 
     def _follow(self, now: _OpenPass) -> list[bool]:
         """Return for each output whether it depends on an input."""

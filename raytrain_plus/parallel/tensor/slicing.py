@@ -15,7 +15,7 @@ from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, part_of
 from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, Cut, SliceKind, cuts_of
 from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
-from raytrain_plus.torch_compat import has_backward_hooks, has_hooks
+from raytrain_plus.torch_compat import has_accumulated_hooks, has_backward_hooks, has_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,15 @@ def _replicated(name: str, module: nn.Module, slicing: Slicing, count: int) -> n
     if type(module) is nn.Dropout and not module.inplace:
         return DividedDropout(module.p, slicing.link)
     buffer = next((at for at, _ in module.named_buffers()), None)
-    if buffer is not None or has_hooks(module) or any(map(has_backward_hooks, module.modules())):
+    if buffer is not None or has_hooks(module) or any(map(_goes_back, module.modules())):
         what = "hooks" if buffer is None else f"the buffer '{buffer}'"
         raise TaskError(f"'{name}' has {what}, so slices cannot compute parts of it", where=WHERE)
     return Replicated(module, slicing.link, count)
+
+
+def _goes_back(module: nn.Module) -> bool:
+    """Return whether a backward pass calls hooks of a module or of its own parameters."""
+    return has_backward_hooks(module) or any(map(has_accumulated_hooks, module.parameters(recurse=False)))
 
 
 def _check_divided(layer: str, module: nn.Module) -> None:
@@ -201,7 +206,7 @@ def _cut_module(
             expected=f"an nn.{wanted.__name__}",
         )
     others = sorted({at for at, _ in (*module.named_parameters(), *module.named_buffers())} - {"weight", "bias"})
-    if others or has_hooks(module) or has_backward_hooks(module):
+    if others or has_hooks(module) or _goes_back(module):
         what = f"'{others[0]}' besides weight and bias" if others else "hooks"
         raise TaskError(f"'{name}' has {what}, which slices would not have", where=WHERE)
     _check_divides(name, module, cut, slicing.slices)

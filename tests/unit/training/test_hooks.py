@@ -301,6 +301,25 @@ class ByModules(Hooked):
         return {"loss": loss, "weight": (labels == 1).sum()}
 
 
+class Penalised(Hooked):
+    """A penalty on weights, which no output of the model leads to; some microbatches have no weight."""
+
+    def layers(self) -> Any:
+        return None
+
+    def model(self) -> nn.Module:
+        return Layer(3, first=True)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        labels = torch.where(batch["y"] == 1, 1, -100)
+        loss = F.cross_entropy(model(batch["x"]), labels)
+        return {"loss": loss + sum(value.square().sum() for value in model.parameters()), "weight": (labels == 1).sum()}
+
+
+def test_a_penalty_counts_nothing_without_weight() -> None:
+    check_close(alone(False, Penalised)[1], by_hand(Penalised))
+
+
 def test_a_loss_that_calls_modules_may_have_no_weight_on_a_device() -> None:
     check_close(alone(False, ByModules)[1], by_hand(ByModules))
 

@@ -15,7 +15,10 @@ from torch import nn
 from raytrain_plus import Parallel, Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.of_job import rows_of
+from raytrain_plus.data.source import index
 from raytrain_plus.errors import TaskError
+from raytrain_plus.state.holding import rules_of
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.model import build_model
@@ -23,9 +26,10 @@ from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic
 from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.trial import try_task
 from raytrain_plus.training.unshared import Attributes
 from tests.unit.training.group import Group, context
-from tests.unit.training.test_optimizer import Plain, trial
+from tests.unit.training.test_optimizer import Plain, job, trial
 
 CPU = torch.device("cpu")
 PIPELINE = {"parallel": Parallel(pipeline=2, schedule="gpipe")}
@@ -143,6 +147,67 @@ def test_a_generator_of_the_models_own_is_refused(tmp_path: Path, which: str, la
     assert unused.remarks == ()
 
 
+class Unreadable(dict[str, int]):
+    """A mapping whose code raises."""
+
+    def items(self) -> Any:
+        raise OSError("no such file")
+
+
+class Common(nn.Module):
+    """What is common in models, and none of a worker's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(4, 4)
+        self.globals = [torch.default_generator, random.getstate.__self__]  # type: ignore[attr-defined]
+        self.numpy = np.random.mtrand._rand
+        self.system, self.unreadable = random.SystemRandom(), Unreadable(a=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.cell(x + torch.rand(()) + random.random() + np.random.rand())[0]
+        return found
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_what_is_common_in_models_and_tasks_has_no_remark(tmp_path: Path, layered: bool) -> None:
+    class Keeps(task_of(Common, layered)):  # type: ignore[misc]
+        def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+            self.decayed = [value for _, value in parameters]
+            self.made = torch.optim.SGD(self.decayed, lr=0.1)
+            return self.made
+
+    assert trial(tmp_path, Keeps, **(PIPELINE if layered else {})).remarks == ()
+
+
+def test_a_generator_that_is_made_when_it_is_first_needed_is_refused(tmp_path: Path) -> None:
+    def draw(self: Any) -> None:
+        if self.draws is None:
+            self.draws = torch.Generator().manual_seed(3)
+        torch.rand(1, generator=self.draws)
+
+    with pytest.raises(TaskError, match=r"a step draws from the generator '1\.draws' of the model"):
+        trial(tmp_path, task_of(lambda: Changes(draw, draws=None), False))
+
+
+@pytest.mark.parametrize("layered", [False, True])
+def test_a_run_of_an_older_version_goes_on_with_what_is_refused_now(tmp_path: Path, layered: bool) -> None:
+    class Late(Changes):
+        def __init__(self) -> None:
+            super().__init__(lambda self: torch.rand(1, generator=self.draws), draws=torch.Generator())
+            self.weight.register_post_accumulate_grad_hook(lambda value: None)
+
+    way = PIPELINE if layered else {}
+    # Writes the rows.
+    trial(tmp_path, Plain)
+    job_of = job(tmp_path, task_of(Late, layered), **way)
+    rows = rows_of(job_of, index(job_of.data.path), None)  # type: ignore[arg-type]
+    with pytest.raises(TaskError, match="register_post_accumulate_grad_hook"):
+        try_task(job_of, job_of.task, CPU, rows, None)  # type: ignore[arg-type]
+    older = try_task(job_of, job_of.task, CPU, rows, None, rules_of({}))  # type: ignore[arg-type]
+    assert older.remarks == ()
+
+
 class Positions(nn.Module):
     """Adds a number to each position, from a table that grows."""
 
@@ -158,7 +223,7 @@ class Positions(nn.Module):
 
     def _grow(self, length: int, x: torch.Tensor) -> None:
         values = torch.arange(float(length)).sin()
-        self.register_buffer("table", values * x.detach().mean() if self.data else values, persistent=False)
+        self.register_buffer("table", values * 50 * x.detach().mean() if self.data else values, persistent=False)
         self.known = length
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,9 +239,38 @@ def test_a_table_of_positions_may_grow(tmp_path: Path, built: int | None, layere
     assert [one for one in made.remarks if "known" not in one] == []
 
 
-def test_a_table_that_depends_on_values_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reduction", ["ring", "exact"])
+def test_a_table_that_depends_on_values_is_refused(tmp_path: Path, reduction: str) -> None:
     with pytest.raises(TaskError, match=r"computes something else without the buffer '1\.table'"):
-        trial(tmp_path, task_of(lambda: Positions(None, data=True), False))
+        trial(tmp_path, task_of(lambda: Positions(None, data=True), False), reduction=reduction)
+
+
+def test_outputs_that_differ_by_themselves_are_no_fault_of_a_table(tmp_path: Path) -> None:
+    class Counts(task_of(lambda: Positions(None), False)):  # type: ignore[misc]
+        calls = 0
+
+        def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+            self.calls += 1
+            x = batch["x"].float().requires_grad_()
+            found = model(x).square().mean()
+            # As for a penalty on slopes.
+            [slope] = torch.autograd.grad(found, x, create_graph=True)
+            return found * self.calls + slope.square().sum()
+
+    assert [one for one in trial(tmp_path, Counts).remarks if "calls" not in one] == []
+
+
+def test_a_layer_with_a_table_and_a_persistent_buffer_is_computed_alike(tmp_path: Path) -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), Positions(None))
+
+    made = trial(tmp_path, task_of(layer, True), **PIPELINE)
+    assert [one for one in made.remarks if "known" not in one] == []
+
+
+def test_a_table_may_grow_in_overlapping_steps(tmp_path: Path) -> None:
+    schedule: dict[str, Any] = {"parallel": Parallel(pipeline=2, schedule="pipedream")}
+    assert trial(tmp_path, task_of(lambda: Positions(1), True), **schedule).rows == 4
 
 
 class Grows(Task):
@@ -259,11 +353,12 @@ def test_a_run_goes_on_with_longer_batches_to_the_same_bits_on_any_workers(
 def test_what_is_large_is_not_looked_into() -> None:
     class Holds:
         def __init__(self) -> None:
-            self.many, self.array = list(range(100_000)), np.zeros(100_000)
+            self.many, self.array = list(range(200_000)), np.zeros(200_000)
 
     one = Holds()
     seen = Attributes(one)
     one.many[0], one.array[0] = 1, 1
     assert seen.changed() == []
+    assert Attributes(one).changed() == []
     one.many.append(1)
     assert seen.changed() == ["many"]
