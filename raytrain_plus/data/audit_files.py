@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import os
 import re
@@ -16,6 +17,9 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.audit_faults import Faults
 from raytrain_plus.errors import first_line
 from raytrain_plus.storage.place import Place, RemotePath, in_parallel
+
+IMAGES = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"))
+"""How the names of images end."""
 
 
 def compare(data: Place, files: Iterable[Mapping[str, Any]], faults: Faults, prefix: str = "") -> None:
@@ -89,6 +93,15 @@ def _files_now(data: Path) -> dict[str, Place]:
     else:
         files = _matching(root, data.relative_to(root).parts)
     return {path.relative_to(root).as_posix(): path for path in files if path.is_file()}
+
+
+@functools.lru_cache(1)
+def images_below(folder: str) -> list[str]:
+    """Return the images below a folder of this machine, sorted by their names; none if it is no folder."""
+    root = Path(folder)
+    below = [Path(at, name).relative_to(root) for at, _, names in os.walk(root, followlinks=True) for name in names]
+    found = [one for one in below if one.suffix.lower() in IMAGES and not _ignored(one.parts)]
+    return [str(root / name) for name in sorted(one.as_posix() for one in found)]
 
 
 def _ignored(parts: Iterable[str]) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_plus.data.audit_faults import Faults
+from raytrain_plus.data.audit_files import images_below
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
@@ -64,6 +65,8 @@ class ExpectedOrder:
         self._unit_rows = np.array([rows for _, _, rows in units], np.int64)
         places = [group for _, group, _ in units]
         self._unit_group = places
+        self._images = then.get("converted_from") if then.get("format") == "images" else None
+        """The folder of the images that were converted to these files, if they were."""
         self.source: int | None = None
         """The source of a mix that this is the order of."""
         keys = [int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "little") for path in self._files]
@@ -309,7 +312,9 @@ class ExpectedOrder:
         order = self._unit_order(epoch)
         unit = order[np.searchsorted(np.cumsum(self._unit_rows[order]), line, side="right")]
         ids = _scramble(self._unit_key[unit] + np.arange(self._unit_rows[unit], dtype=np.uint64))
-        place = np.flatnonzero(ids == row)[0]
+        place = int(np.flatnonzero(ids == row)[0])
+        if self._images is not None and len(images := images_below(self._images)) == self.rows:
+            return images[int(self._unit_rows[:unit].sum()) + place]
         return f"row {place} of {self._files[self._unit_file[unit]]}, row group {self._unit_group[unit]}"
 
     def files_of(self, shard: int, start: int, rows: int) -> str:

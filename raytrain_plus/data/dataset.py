@@ -30,11 +30,14 @@ from raytrain_plus.observe.conversion_view import conversion_view, reading_view
 from raytrain_plus.storage.place import Place, place_of, spelled
 
 
-def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | None = None) -> Index:
+def dataset(
+    path: str | Place, format_: Format | None = None, *, cache: Path | None = None, skip: bool = False
+) -> Index:
     """Return the index of the data at a path or an address; convert it first, and say so, if it is not Parquet.
 
     `format_`: None to recognise it by the names of the files. `cache`: the folder of converted data; None for the
-    user's. Raises `DataError` for data that cannot be read.
+    user's. `skip`: images that cannot be read are rows, too, which the run is to skip. Raises `DataError` for data that
+    cannot be read.
     """
     base = place_of(path)
     if not split_pattern(base)[1] and not data_exists(base):
@@ -54,7 +57,7 @@ def dataset(path: str | Place, format_: Format | None = None, *, cache: Path | N
     target = (cache or default_cache()) / folder_name(base, kind, files)
     if not is_complete(target):
         with conversion_view(sys.stderr, base.name, len(earlier(target)) > 0) as told:
-            target = converted(base, kind, told, target.parent, partial(told, copying=True))
+            target = converted(base, kind, told, target.parent, partial(told, copying=True), skip=skip)
     origin = Origin(spelled(base), kind, tuple(zip(map(spelled, files), sizes_of(files), strict=True)))
     return _converted_index(target, origin)
 
@@ -101,13 +104,16 @@ def _ray_runs() -> bool:
     return ray is not None and ray.is_initialized()
 
 
-def again(seen: Index, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the same data, unpacked and no mix, as a worker's node sees it, without its tokenizer."""
+def again(seen: Index, roots: Sequence[str | Path], *, skip: bool = False) -> Index:
+    """Return the index of the same data, unpacked and no mix, as a worker's node sees it, without its tokenizer.
+
+    `skip`: see `dataset`.
+    """
     if seen.items is not None:
         return returned_dataset(seen.named, roots, scattered=seen.items.scattered, run=seen.items.run)
     if seen.origin is not None and seen.origin.format is None:
         return returned_dataset(seen.named, roots, run=seen.origin.run)
-    return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format)
+    return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format, skip=skip)
 
 
 def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
@@ -148,5 +154,5 @@ def _rows(
         found = returned_dataset(spec, roots, scattered=scattered and pack is None)
     else:
         assert path is not None
-        found = dataset(path, form)
+        found = dataset(path, form, skip=job.data.on_error == "skip")
     return found if pack is None else packed(found, pack, job.data.tokenizer)

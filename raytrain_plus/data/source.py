@@ -117,7 +117,7 @@ class Index:
         tokenizer = self.tokenizer if self.packed is None else self.packed.tokenizer
         return {
             "path": self.path,
-            **({} if self.origin is None else {"converted_from": self.origin.path}),
+            **({} if self.origin is None else {"converted_from": self.origin.path, "format": self.origin.format}),
             **({} if self.items is None else {"dataset": self.items.to_json()}),
             **({} if self.packed is None else {"packed": self.packed.to_json()}),
             **({} if tokenizer is None else {"tokenizer_sha256": tokenizer.sha256}),

@@ -124,7 +124,7 @@ class Data:
     no part in the loss, the gradient and the counts that they are divided by, and steps keep their places in the
     data. Errors of the storage are never skipped. Where `transform` raises for a block, it is called for each of its
     rows alone, with the same generator, then for the block without those that fail. `evaluate` leaves such rows out
-    too. Needs `parallel.pipeline` 1.
+    too, and files of `format: images` that are no images. Needs `parallel.pipeline` 1.
     """
 
     granule: int = 1024

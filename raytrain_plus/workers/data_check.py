@@ -36,7 +36,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     first = plan.sights.get(expected.named) if expected.origin is None and expected.items is None else None
     if first is not None:
         check_unchanged(replace(expected, file_sights=first))
-    seen = again(expected, roots)
+    seen = again(expected, roots, skip=plan.job.data.on_error == "skip")
     if expected.tokenizer is not None:
         seen = _same_tokenizer(seen, expected.tokenizer)
     seen = _checked(seen, expected)

@@ -91,6 +91,27 @@ def assert_only_the_bad_rows_are_skipped(found: Audit) -> None:
     assert found.lines()[-1] == "  every row that was due was used exactly once, or skipped"
 
 
+def test_image_files_that_are_none_are_skipped_and_named(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "images"
+    for number in range(40):
+        file = folder / f"class{number % 3}" / f"{number:02}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (9, 9, 3)).astype(np.uint8)).save(file)
+    whole = (folder / "class1" / "04.png").read_bytes()
+    bad = {"class0/03.png": b"", "class1/10.png": b"<html>not found</html>", "class2/05.png": whole[: len(whole) // 2]}
+    for name, content in bad.items():
+        (folder / name).write_bytes(content)
+    data = Data(path=str(folder), image_size=(8, 8), batch_size=40, shards=4, on_error="skip")
+    job_of_images = job(tmp_path, name="images", task="tasks:Pictures", data=data, steps=3, workers=Workers(min=2))
+    result = Run(job_of_images).finish()
+    assert (result.status, result.error) == ("finished", None)
+    found = audit(result.path)
+    assert found.clean, found.faults
+    assert (found.skipped.times, found.skipped.rows) == (9, 3)
+    assert sorted(found.skipped.named) == sorted(str(folder / name) for name in bad)
+
+
 @pytest.mark.slow
 def test_stop_names_file_and_row(tmp_path: Path) -> None:
     run = Run(job_of(tmp_path, "stop", on_error="stop", workers=Workers(min=2), evaluate=None))

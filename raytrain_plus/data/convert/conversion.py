@@ -90,11 +90,14 @@ def _json_of(file: Place) -> dict[str, Any]:
         raise DataError(f"cannot be read: {error}", where=str(file)) from error
 
 
-def converted(path: Place, format_: Format, told: Told, cache: Path, copying: Told | None = None) -> Path:
+def converted(
+    path: Place, format_: Format, told: Told, cache: Path, copying: Told | None = None, *, skip: bool = False
+) -> Path:
     """Return the folder with the Parquet files made of the data at a place; make them if they are missing.
 
-    `copying`: called in place of `told` while remote files are copied. Raises `DataError` for data that cannot be read
-    as this format, and `WaitExpired` if another process converts it for more than `LOCK_S`.
+    `copying`: called in place of `told` while remote files are copied. `skip`: see `dataset.dataset`. Raises
+    `DataError` for data that cannot be read as this format, and `WaitExpired` if another process converts it for more
+    than `LOCK_S`.
     """
     files = source_files(path, format_)
     target = cache / folder_name(path, format_, files)
@@ -102,10 +105,10 @@ def converted(path: Place, format_: Format, told: Told, cache: Path, copying: To
     def write(partial: Path) -> None:
         try:
             if isinstance(path, RemotePath):
-                _convert_copy(path, format_, files, target, partial, told, copying or told)
+                _convert_copy(path, format_, files, target, partial, told, copying or told, skip=skip)
             else:
                 local = [file for file in files if isinstance(file, Path)]
-                _write_all(local, _reader(_root(path), format_, local), partial, told)
+                _write_all(local, _reader(_root(path), format_, local, skip=skip), partial, told)
         except DataError:
             # If the files have changed, that explains the error better.
             _check_unchanged(path, format_, target)
@@ -162,6 +165,8 @@ def _convert_copy(
     partial: Path,
     told: Told,
     copying: Told,
+    *,
+    skip: bool,
 ) -> None:
     """Copy remote files, convert the copy and remove it; an error names the remote files."""
     root, copy = _root(path), copy_folder(target)
@@ -169,7 +174,7 @@ def _convert_copy(
     remove_copies(target, but=copy)
     local = copied(root, files, copy, copying)
     try:
-        _write_all(local, _reader(copy, format_, local), partial, told)
+        _write_all(local, _reader(copy, format_, local, skip=skip), partial, told)
     except DataError as error:
         remove_copies(target)
         raise named_remotely(error, copy, root) from error
@@ -182,9 +187,9 @@ def _root(path: Place) -> Place:
     return root.parent if is_file(root) else root
 
 
-def _reader(root: Place, format_: Format, files: Sequence[Path]) -> Records:
+def _reader(root: Place, format_: Format, files: Sequence[Path], *, skip: bool) -> Records:
     if format_ == "images":
-        return ImageFiles(Path(str(root)), files)
+        return ImageFiles(Path(str(root)), files, check=not skip)
     if format_ == "lance":
         return LanceRows(Path(str(root)), files)
     return READERS[format_]()

@@ -19,12 +19,13 @@ CLASSES = b"classes"
 class ImageFiles:
     """See `records.Records`. Each file has one row, at position 0."""
 
-    def __init__(self, root: Path, files: Sequence[Path]) -> None:
+    def __init__(self, root: Path, files: Sequence[Path], *, check: bool = True) -> None:
         """Number the classes: the sorted folders directly below `root` that hold images, as ImageFolder does.
 
-        Without such folders there are no labels. Raises `DataError` for a file beside them.
+        Without such folders there are no labels. `check`: refuse a file that does not begin as an image. Raises
+        `DataError` for a file beside them.
         """
-        self._root = root
+        self._root, self._check = root, check
         names = sorted({name for file in files if (name := _class_of(root, file)) is not None})
         self._numbers = {name: number for number, name in enumerate(names)}
         beside = next((file for file in files if names and _class_of(root, file) is None), None)
@@ -49,7 +50,8 @@ class ImageFiles:
             encoded = file.read_bytes()
         except OSError as error:
             raise DataError(f"cannot be read: {error.strerror}", where=str(file)) from error
-        fault = header_fault(encoded)
+        # What is found before training does not stop it in the middle.
+        fault = header_fault(encoded) if self._check else ""
         if fault:
             raise DataError(f"is not a readable image: {fault}", where=str(file), remedy="replace it, or remove it")
         columns = [pa.array([encoded], pa.binary())]

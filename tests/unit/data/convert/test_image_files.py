@@ -17,7 +17,11 @@ from raytrain_plus.data.convert import parts
 from raytrain_plus.data.convert.conversion import converted
 from raytrain_plus.data.convert.formats import format_of
 from raytrain_plus.data.dataset import dataset
-from raytrain_plus.data.source import check_alike, class_names
+from raytrain_plus.data.images import DecodeImages
+from raytrain_plus.data.row_names import named_row
+from raytrain_plus.data.source import check_alike, class_names, read_unit
+from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.unusable import judge
 from raytrain_plus.errors import DataError
 
 
@@ -176,3 +180,20 @@ def test_a_folder_of_images_alone_is_recognised(tmp_path: Path) -> None:
     assert {folder: format_of(tmp_path / folder) for folder in names} == {
         folder: kind for folder, (_, kind) in names.items()
     }
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>not found</html>"])
+def test_a_file_that_is_no_image_is_a_row_where_rows_may_be_skipped(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGB", (4, 4), (60 * number, 0, 0)).save(folder / f"{number}.png")
+    (folder / "2.png").write_bytes(content)
+    with pytest.raises(DataError, match="is not a readable image"):
+        dataset(folder, cache=tmp_path / "cache")
+    found = dataset(folder, cache=tmp_path / "cache", skip=True)
+    assert found.rows == 4
+    rows = without_ids(read_unit(found, 0))
+    judged = judge((DecodeImages(4, 4),), rows, lambda place: rows.slice(place, 1))
+    assert [*judged.faults] == [2]
+    assert named_row(found, 0, 2) == str(folder / "2.png")
