@@ -28,6 +28,8 @@ OF_A_MEMBER = 8
 """Most connections of one member at once; one more is refused."""
 ACCEPTED_AT_ONCE = 64
 """Most connections accepted before the existing ones are served again."""
+PAUSE_S = 0.05
+"""Seconds without service while no connection can be accepted, and there is none to drop for it."""
 CLOSE_S = 5.0
 """Limit, in seconds, of waiting for the server's thread."""
 
@@ -156,7 +158,11 @@ class HttpServer:
                 return
             except OSError:
                 # The client has disconnected, or the process has no descriptor left: make room for the next connection.
-                self._drop_oldest_stranger()
+                if self._strangers:
+                    self._drop_oldest_stranger()
+                else:
+                    # It stays ready to be read, and to look again at once would take a whole CPU.
+                    time.sleep(PAUSE_S)
                 return
             accepted.setblocking(False)
             connection = _Connection(accepted, client, time.monotonic() + HEAD_S)

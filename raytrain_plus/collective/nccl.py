@@ -151,6 +151,9 @@ def state_of(communicator: Communicator) -> State:
     """Return what NCCL says of a communicator. Raises `Interrupted` if it says nothing."""
     try:
         return communicator.state()
+    except (TypeError, AttributeError, AssertionError):
+        # Our own code is at fault.
+        raise
     except Exception as error:
         raise Interrupted(f"NCCL does not say how it is: {error}") from error
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from raytrain_plus.controller.ownership import Ownership
 from raytrain_plus.errors import RunError
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages, outage_of
+
+CLOSE_S = 120.0
+"""Maximum seconds to wait at a run's end."""
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +26,7 @@ class Aside:
         self._outages = outages
         # The lease is renewed even while ledger and events are being written.
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="journal")
+        self._begun: set[Future[None]] = set()
 
     def later(self, act: Callable[[], None], failing: str) -> Future[None]:
         """Run `act` on a thread; `failing` says what does not work if it raises."""
@@ -38,7 +42,9 @@ class Aside:
             except Exception:
                 log.exception("%s", failing)
 
-        return self._threads.submit(done)
+        future = self._threads.submit(done)
+        self._begun = {one for one in self._begun if not one.done()} | {future}
+        return future
 
     def say_once(self, failing: str, error: OSError) -> None:
         """Log a failure of the storage in one line, unless its cause is reported already."""
@@ -46,5 +52,8 @@ class Aside:
             log.warning("%s: %s", failing, error)
 
     def close(self) -> None:
-        """Wait until all of it is done."""
-        self._threads.shutdown()
+        """Wait until all of it is done, for at most `CLOSE_S`."""
+        _, left = wait(self._begun, CLOSE_S)
+        if left:
+            log.warning("the storage has not answered within %g s, so %d pieces of work are left", CLOSE_S, len(left))
+        self._threads.shutdown(wait=not left, cancel_futures=True)

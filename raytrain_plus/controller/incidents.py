@@ -1,6 +1,8 @@
 """Measure the cost of a loss: from the last commit before it to the first after it, by phase. Pure; times are given.
 
 last commit |-- detect --| known |-- interrupt --| all out |-- form --|-- transfer --| joined |-- resume --| commit
+
+If a group cannot form without more workers, the time from when that is known until it can is `wait`, before `form`.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ class Incidents:
         self._recomputed = self._lost = 0
         self._began = self._known = self._out = self._joined = 0.0
         self._form_s = 0.0
+        self._waits: float | None = None
+        """Since when the open incident waits for workers, or for the storage."""
 
     @property
     def last_world(self) -> str:
@@ -77,9 +81,15 @@ class Incidents:
             self._causes = _Causes()
             self._recomputed = self._lost = 0
             self._out = now
+            self._waits = None
         self._together = False
         self._causes.add(cause, follows)
         self._last_world.add(cause, follows)
+
+    def waits(self, now: float) -> None:
+        """Record that a group cannot form yet."""
+        if self._open and not self._together and self._waits is None:
+            self._waits = now
 
     def gone(self, worker: str) -> None:
         """Record that a worker's process is gone."""
@@ -127,9 +137,11 @@ class Incidents:
     def _closed(self, time: float) -> Recovery:
         self._open = False
         form_s = min(self._form_s, max(0.0, self._joined - self._out))
+        interrupted = self._out if self._waits is None else min(max(self._waits, self._known), self._out)
         phases = {
             "detect": self._known - self._began,
-            "interrupt": self._out - self._known,
+            "interrupt": interrupted - self._known,
+            **({} if self._waits is None else {"wait": self._out - interrupted}),
             "form": form_s,
             "transfer": self._joined - self._out - form_s,
             "resume": time - self._joined,

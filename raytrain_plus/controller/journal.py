@@ -365,6 +365,7 @@ class Journal:
 
     def waits(self, what: str) -> None:
         """Record that the run waits for something."""
+        self._incidents.waits(self._clock())
         if what != self._waiting:
             self._waiting = what
             self._tell("waiting", **{"for": what})

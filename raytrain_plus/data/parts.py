@@ -113,7 +113,11 @@ class Parts:
 
     def abandon(self) -> None:
         """Stop the background writer and discard the entries that are not written yet."""
-        self._periodic.stop()
+        try:
+            self._periodic.stop()
+        except TimeoutError:
+            # Who discards them need not wait for the one that is being written.
+            return
         with self._busy, self._entering:
             self._pending.clear()
 

@@ -189,6 +189,9 @@ def launch(order: Order, began: float) -> None:
             if ray.wait([run_ref], timeout=0)[0]:
                 ray.get(run_ref)
                 return
+            if followed.late and followed.result() is not None:
+                # A Ray without its GCS never says that the controller has ended.
+                return
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:

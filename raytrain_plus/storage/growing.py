@@ -93,7 +93,11 @@ class Growing:
 
     def abandon(self) -> None:
         """Discard the records that are not written yet."""
-        self._periodic.stop()
+        try:
+            self._periodic.stop()
+        except TimeoutError:
+            # Who discards them need not wait for the one that is being written.
+            return
         with self._writing, self._entering:
             self._parts.clear()
 

@@ -6,6 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
+STOP_S = 120.0
+"""Maximum seconds to wait for the last call: a folder of another machine may never answer."""
+
 
 class PeriodicCall:
     """A periodic call, which begins with `start`."""
@@ -27,10 +30,12 @@ class PeriodicCall:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop; return once the last call has ended."""
+        """Stop; return once the last call has ended. Raises `TimeoutError` if it has not within `STOP_S`."""
         self._over.set()
         if self._thread.ident:
-            self._thread.join()
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the storage has not taken the {self._thread.name} within {STOP_S:g} s")
 
     def _run(self) -> None:
         pause_s = self._period_s

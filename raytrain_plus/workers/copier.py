@@ -122,7 +122,8 @@ class Copier:
 
         `check` is called while this waits, and may raise.
         """
-        while self._sending is not None and not self._sending.done():
+        # The sender sets it to None, at any moment.
+        while (sending := self._sending) is not None and not sending.done():
             # A copy that is no longer needed ends as soon as its thread notices.
             check()
             time.sleep(AGAIN_S)

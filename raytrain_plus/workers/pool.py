@@ -279,9 +279,11 @@ def _asked_for_room(group: PlacementGroup) -> Future[bool]:
 
     def ask() -> None:
         found = False
-        with contextlib.suppress(RayError):
-            found = placement_group_table(group).get("state") == "CREATED"
-        answer.set_result(found)
+        try:
+            with contextlib.suppress(RayError):
+                found = placement_group_table(group).get("state") == "CREATED"
+        finally:
+            answer.set_result(found)
 
     # The thread of whoever asks must not wait.
     threading.Thread(target=ask, name="look for room", daemon=True).start()

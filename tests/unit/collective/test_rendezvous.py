@@ -264,3 +264,17 @@ def test_published_addresses_are_decoded(served: Served) -> None:
     client.ask("PUT", "/global_process_set_hash_7d48533536350577/1", address(4244))
     assert server.published() == {1: [("10.0.0.7", 4242), ("10.0.0.7", 4243), ("10.0.0.7", 4244)]}
     assert listening_addresses(b"hostname") == []
+
+
+def test_a_server_without_descriptors_rests_between_its_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(http_server.time, "sleep", slept.append)
+    server = http_server.HttpServer("127.0.0.1", lambda *_: None, lambda *_: 0, lambda *_: (200, b""))
+
+    class Full:
+        def accept(self) -> None:
+            raise OSError(24, "Too many open files")
+
+    server._accept(Full())  # type: ignore[arg-type]
+    assert slept == [http_server.PAUSE_S]
+    server.close()

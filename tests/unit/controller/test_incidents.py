@@ -29,6 +29,24 @@ def test_a_loss_is_reported_phase_by_phase() -> None:
     assert incidents.committed(2.1) is None
 
 
+def test_to_wait_for_workers_is_a_phase_of_its_own() -> None:
+    incidents = Incidents()
+    incidents.joined(0.5, {"a": A, "b": B}, form_s=0.1)
+    incidents.waits(0.7)
+    incidents.committed(1.0)
+    incidents.broke(1.2, "b was killed")
+    incidents.waits(1.3)
+    incidents.waits(1.8)
+    incidents.left(5.3, 0)
+    incidents.joined(5.6, {"a": A, "c": C}, form_s=0.2)
+    recovery = incidents.committed(6.0)
+    assert recovery is not None
+    assert recovery.phases == pytest.approx(
+        {"detect": 0.2, "interrupt": 0.1, "wait": 4.0, "form": 0.2, "transfer": 0.1, "resume": 0.4}
+    )
+    assert sum(recovery.phases.values()) == pytest.approx(recovery.stall_s)
+
+
 def test_a_loss_during_a_recovery_belongs_to_it() -> None:
     incidents = Incidents()
     incidents.joined(0.0, {"a": A, "b": B, "c": C}, form_s=0.1)

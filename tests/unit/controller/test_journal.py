@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.controller import followed, last_writes
+from raytrain_plus.controller import aside, followed, last_writes
 from raytrain_plus.controller.aside import Aside
 from raytrain_plus.controller.journal import Journal
 from raytrain_plus.data import parts
@@ -32,6 +33,7 @@ from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.claimed import Claimed
 from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 from tests.unit.observe.test_tensorboard import shown
@@ -483,3 +485,15 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     journal.close()
     assert [event["kind"] for event in journal.follow(0, 0)].count("storage_failed") == 1
     assert not caplog.records
+
+
+def test_work_for_a_folder_that_never_answers_is_not_waited_for_without_a_limit(
+    run: Folder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(aside, "CLOSE_S", 0.05)
+    ends = threading.Event()
+    one = Aside(run, SimpleNamespace(lost=None), Outages())  # type: ignore[arg-type]
+    one.later(lambda: ends.wait(10) and None, "cannot be written")
+    one.close()
+    assert "the storage has not answered within 0.05 s, so 1 pieces of work are left" in caplog.text
+    ends.set()

@@ -318,3 +318,25 @@ def test_a_copy_that_does_not_arrive_is_one_line_and_a_dead_keeper_none(
     assert pair.told.get(timeout=5).buddy == "b"
     assert list(dict.fromkeys(record.getMessage() for record in caplog.records)) == said
     assert not any(record.exc_info for record in caplog.records)
+
+
+def test_a_sender_that_ends_between_two_looks_is_no_error() -> None:
+    class Between(Copier):
+        """Its sender ends just after it was seen."""
+
+        seen: list[Future[None] | None]
+
+        @property
+        def _sending(self) -> Future[None] | None:
+            return self.seen.pop(0) if self.seen else None
+
+        @_sending.setter
+        def _sending(self, value: Future[None] | None) -> None:
+            self.seen = []
+
+    held = holding()
+    copier = Between("a", lambda: held, 1)
+    copier.begin(0, STAGE, True, None, lambda sent: None)
+    copier.seen = [Future(), None]
+    copier.copy(3, lambda: None)
+    assert copier.find(3, STAGE) is not None or copier.seen == []

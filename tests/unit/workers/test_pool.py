@@ -361,3 +361,14 @@ def test_workers_with_a_gpu_or_by_request_have_no_standby(
     assert len(made.actors) == 4
     workers.end("e", vacate=True)
     assert started[2] == ["C"]
+
+
+def test_an_error_of_ray_leaves_no_question_without_an_answer(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def broken(group: Any) -> Any:
+        raise ValueError("no such group")
+
+    monkeypatch.setattr(pool, "placement_group_table", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda *_: None)
+    assert pool._asked_for_room(None).result(5) is False  # type: ignore[arg-type]
