@@ -28,7 +28,7 @@ from raytrain_plus.data.of_job import (
 )
 from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.source import check_alike, check_enough
+from raytrain_plus.data.source import alike, check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
@@ -289,7 +289,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     if job.evaluate is not None and (job.evaluate.path is None or _is_made(job, job.evaluate.path)):
         held_out = held_out_data(job, search)
         check_enough(held_out, job.data.shards)
-        check_alike(seen, held_out)
+        seen, held_out = alike(seen, held_out)
         files += held_out.places
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)

@@ -11,7 +11,14 @@ from pathlib import Path
 from uuid import uuid4
 
 from raytrain_plus.data.convert.cache import default_cache
-from raytrain_plus.data.convert.conversion import converted, earlier, folder_name, sizes_of, source_files
+from raytrain_plus.data.convert.conversion import (
+    converted,
+    earlier,
+    folder_name,
+    saved_labels,
+    sizes_of,
+    source_files,
+)
 from raytrain_plus.data.convert.formats import format_of, is_saved, unknown_format
 from raytrain_plus.data.convert.iterated import read_once
 from raytrain_plus.data.convert.packing import packed
@@ -20,14 +27,18 @@ from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
 from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.read_types import chosen, explicit, narrowed
 from raytrain_plus.data.repository import only_split
-from raytrain_plus.data.source import Index, Origin, index, index_items, with_tokenizer
+from raytrain_plus.data.source import Index, Origin, index, index_items, read_with, with_tokenizer
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job
 from raytrain_plus.observe.conversion_view import conversion_view, reading_view
 from raytrain_plus.storage.place import Place, place_of, spelled
+
+TEXTS: Sequence[Format] = ("jsonl", "csv")
+"""The formats that say nothing of the digits of a fraction."""
 
 
 def dataset(
@@ -59,7 +70,8 @@ def dataset(
         with conversion_view(sys.stderr, base.name, len(earlier(target)) > 0) as told:
             target = converted(base, kind, told, target.parent, partial(told, copying=True), skip=skip)
     origin = Origin(spelled(base), kind, tuple(zip(map(spelled, files), sizes_of(files), strict=True)))
-    return _converted_index(target, origin)
+    found = _converted_index(target, origin)
+    return replace(found, labels=saved_labels(base)) if kind == "huggingface" else found
 
 
 def returned_dataset(
@@ -116,27 +128,30 @@ def again(seen: Index, roots: Sequence[str | Path], *, skip: bool = False) -> In
     return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format, skip=skip)
 
 
-def training_data(job: Job, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the rows that a job trains on. `roots`: folders from which its code is imported."""
+def training_data(job: Job, roots: Sequence[str | Path], *, doubles: bool = False) -> Index:
+    """Return the index of the rows that a job trains on. `roots`: folders from which its code is imported.
+
+    `doubles`: see `Index`.
+    """
     if job.data.image_size is not None:
         # Before a worker starts.
         load_pillow()
     scattered = job.data.shuffle != "none"
     if job.data.mix is None:
         path, spec = job.data.path, job.data.dataset
-        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered))
+        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered, doubles=doubles))
     sources = [
-        _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered)
+        _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered, doubles=doubles)
         for one in job.data.mix
     ]
-    return _with_tokens(job, mixed_index(sources))
+    return _with_tokens(job, replace(mixed_index(sources), doubles=doubles))
 
 
-def held_out_data(job: Job, roots: Sequence[str | Path]) -> Index:
-    """Return the index of the rows that a job is evaluated on; there must be some."""
+def held_out_data(job: Job, roots: Sequence[str | Path], *, doubles: bool = False) -> Index:
+    """Return the index of the rows that a job is evaluated on; there must be some. `doubles`: see `Index`."""
     assert job.evaluate is not None
     path, spec = job.evaluate.path, job.evaluate.dataset
-    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False))
+    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, doubles=doubles))
 
 
 def _with_tokens(job: Job, rows: Index) -> Index:
@@ -145,14 +160,26 @@ def _with_tokens(job: Job, rows: Index) -> Index:
 
 
 def _rows(
-    job: Job, path: str | None, spec: str | None, form: Format | None, roots: Sequence[str | Path], *, scattered: bool
+    job: Job,
+    path: str | None,
+    spec: str | None,
+    form: Format | None,
+    roots: Sequence[str | Path],
+    *,
+    scattered: bool,
+    doubles: bool,
 ) -> Index:
     """Return the index of the rows at a path or of a dataset, packed if the job says so."""
-    pack = job.data.pack
+    pack, columns = job.data.pack, job.data.columns
     if spec is not None:
         # Documents are packed in their own order.
         found = returned_dataset(spec, roots, scattered=scattered and pack is None)
     else:
         assert path is not None
         found = dataset(path, form, skip=job.data.on_error == "skip")
+    if columns is not None:
+        found = read_with(found, chosen(found.schema, columns, found.named))
+    if found.origin is not None and found.origin.format in TEXTS and not doubles:
+        found = read_with(found, narrowed(found.schema, explicit(columns)))
+    found = replace(found, doubles=doubles)
     return found if pack is None else packed(found, pack, job.data.tokenizer)

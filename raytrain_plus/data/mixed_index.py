@@ -6,13 +6,15 @@ in the ids of its rows, so that the same file in two sources has two sets of row
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from raytrain_plus.data.one_table import check_one_table
-from raytrain_plus.data.source import Index, class_names
+from raytrain_plus.data.read_types import united
+from raytrain_plus.data.source import Index, check_labels, class_names, read_with
 from raytrain_plus.errors import DataError
 
 MIX = "data.mix"
@@ -25,8 +27,13 @@ def mixed_index(sources: Sequence[Index]) -> Index:
     Raises `DataError` if they have different columns, or images of different classes.
     """
     names = [f"{MIX}[{number}]: {source.named}" for number, source in enumerate(sources)]
+    schema = functools.reduce(lambda one, other: one and united(one, other.schema), sources, sources[0].schema)
+    if schema is not None:
+        sources = [read_with(source, schema) for source in sources]
     check_one_table(names, [source.schema for source in sources], "sources")
     _check_classes(names, sources)
+    for name, source in zip(names[1:], sources[1:], strict=True):
+        check_labels(sources[0], source, name)
     owned = tuple(replace(source, prefix=f"{number}/") for number, source in enumerate(sources))
     first_files = itertools.accumulate((len(source.files) for source in owned), initial=0)
     shifted = list(zip(first_files, owned, strict=False))

@@ -20,7 +20,8 @@ def check_one_table(names: Sequence[str], schemas: Sequence[pa.Schema], kind: st
         f"column '{name}' {spelled}; {len(differing)} of {len(names)} {kind} differ from the first",
         where=names[differing[0]],
         expected=f"{expected}, as in {names[0]}",
-        remedy=f"write all {kind} with the same columns, in the same order",
+        remedy=f"write all {kind} with the same columns, in the same order"
+        + "; or name those to read, with their types, in data.columns" * (kind == "sources"),
     )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +26,10 @@ from raytrain_plus.data.convert.image_files import CLASSES
 from raytrain_plus.data.convert.packed import Packed
 from raytrain_plus.data.files import data_exists, find_files, split_pattern
 from raytrain_plus.data.items import Items
+from raytrain_plus.data.labels import labels_in
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.one_table import check_one_table
+from raytrain_plus.data.read_types import cast, united
 from raytrain_plus.data.sight import Sight, change_of, footer_of, remote_end, sight_of
 from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
 from raytrain_plus.data.tree import links_below
@@ -100,6 +102,12 @@ class Index:
     """What precedes the names of its files in the ids of its rows: `3/` for source 3 of a mix."""
     sources: tuple[Index, ...] = field(default=(), compare=False)
     """The sources of a mix; see `data.mixed_index`."""
+    labels: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
+    """For each column of Hugging Face's class labels, the names of the classes, in the order of their numbers."""
+    read_as: pa.Schema | None = field(default=None, compare=False)
+    """The columns and types that rows are read with, if others than those of the files."""
+    doubles: bool = field(default=False, compare=False)
+    """Whether fractions of text formats stay in float64, as in the runs of older versions."""
 
     @property
     def named(self) -> str:
@@ -122,6 +130,7 @@ class Index:
             **({} if self.packed is None else {"packed": self.packed.to_json()}),
             **({} if tokenizer is None else {"tokenizer_sha256": tokenizer.sha256}),
             **({"sources": [_without_files(source) for source in self.sources]} if self.sources else {}),
+            **({} if self.doubles else {"fractions": "float32"}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -171,6 +180,7 @@ def index(path: str | Place) -> Index:
     units: list[tuple[int, int, int, int]] = []
     marks: list[tuple[int, str, tuple[int, ...]]] = []
     sights: list[Sight] = []
+    labels: Mapping[str, Sequence[str]] = {}
     # Each is a round trip if the files are remote.
     looked_at = in_parallel(_looked_at, found.places)
     for number, (name, (sight, metadata, footer)) in enumerate(zip(found.names, looked_at, strict=True)):
@@ -180,7 +190,9 @@ def index(path: str | Place) -> Index:
         marks.append((size, hashlib.sha256(footer).hexdigest(), groups))
         digest.update(f"{name}\0{size}\0".encode())
         digest.update(bytes.fromhex(marks[-1][1]))
-        schemas.append(metadata.schema.to_arrow_schema().remove_metadata())
+        stored = metadata.schema.to_arrow_schema()
+        labels = labels or labels_in(stored.metadata or {})
+        schemas.append(stored.remove_metadata())
         row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
         for group in range(metadata.num_row_groups):
             entry = metadata.row_group(group)
@@ -212,7 +224,28 @@ def index(path: str | Place) -> Index:
         schema=schemas[0],
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
+        labels=labels,
     )
+
+
+def read_with(data: Index, schema: pa.Schema) -> Index:
+    """Return the index of the same rows, read with these columns and types; of a mix, in all sources."""
+    if schema.equals(data.schema):
+        return data
+    sources = tuple(read_with(source, schema) for source in data.sources)
+    return replace(data, schema=schema, read_as=None if sources else schema, sources=sources)
+
+
+def alike(seen: Index, held_out: Index) -> tuple[Index, Index]:
+    """Return the training and the held-out data with one type for each column.
+
+    Raises `DataError` if the held-out data has other columns, or types that have nothing in common.
+    """
+    schema = united(seen.schema, held_out.schema)
+    if schema is not None:
+        seen, held_out = read_with(seen, schema), read_with(held_out, schema)
+    check_alike(seen, held_out)
+    return seen, held_out
 
 
 def linked_folders(data: Index) -> list[str]:
@@ -273,7 +306,9 @@ def check_alike(seen: Index, held_out: Index) -> None:
             f"the held-out data has other columns than the training data: {_other_columns(seen, held_out)}",
             where=f"evaluate.path: {held_out.named}",
             expected=f"the columns of {seen.named}: {', '.join(seen.schema.names)}",
+            remedy="name the columns to read, with their types, in data.columns",
         )
+    check_labels(seen, held_out, f"evaluate.path: {held_out.named}")
     if (mine := class_names(seen)) != (theirs := class_names(held_out)):
         names = sorted({*mine} ^ {*theirs})
         raise DataError(
@@ -282,6 +317,24 @@ def check_alike(seen: Index, held_out: Index) -> None:
             expected=f"the class folders of {seen.named}: labels number them",
             remedy="put an image of each class into both folders",
         )
+
+
+def check_labels(seen: Index, other: Index, where: str) -> None:
+    """Raise `DataError` if a class label of Hugging Face's has another number in other data, which is at `where`."""
+    if seen.sources:
+        check_labels(seen.sources[0], other, where)
+        return
+    for name in seen.labels.keys() & other.labels.keys() & {*seen.schema.names}:
+        mine, theirs = list(seen.labels[name]), list(other.labels[name])
+        if mine != theirs:
+            at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1), None)
+            differ = f"{len(theirs)}, not {len(mine)}" if at is None else f"{at} is '{theirs[at]}', not '{mine[at]}'"
+            raise DataError(
+                f"the classes of '{name}' have other numbers than in the training data: {differ}",
+                where=where,
+                expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}, as in {seen.named}",
+                remedy=f"cast the column with datasets' ClassLabel(names=[...]), or read '{name}' as text",
+            )
 
 
 def _other_columns(seen: Index, held_out: Index) -> str:
@@ -325,8 +378,9 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     if data.items is not None:
         return read_places(data, unit, np.arange(data.unit_rows[unit]))
     number, group = data.unit_file[unit], data.unit_group[unit]
+    columns = None if data.read_as is None else data.read_as.names
     try:
-        table = _read_group(data.file(number), group)
+        table = _read_group(data.file(number), group, columns)
     except UNREADABLE as error:
         # If the file has changed, that explains the error better.
         check_unchanged(data, number)
@@ -336,7 +390,7 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     if table.num_rows != data.unit_rows[unit]:
         raise _damaged(data, unit, f"read {table.num_rows} rows, expected {data.unit_rows[unit]}")
     ids = column_of(row_ids(data.prefix + data.files[number], group, table.num_rows))
-    return table.replace_schema_metadata(None).append_column(ROW_ID, ids)
+    return _as_read(data, unit, table.replace_schema_metadata(None)).append_column(ROW_ID, ids)
 
 
 def read_places(data: Index, unit: int, places: npt.NDArray[np.int64]) -> pa.Table:
@@ -344,7 +398,23 @@ def read_places(data: Index, unit: int, places: npt.NDArray[np.int64]) -> pa.Tab
     data, unit = data.owner(unit)
     assert data.items is not None
     ids = column_of(row_ids(data.prefix + data.path, unit, data.unit_rows[unit])[places])
-    return data.items.rows(data.items.at(unit, places).tolist()).append_column(ROW_ID, ids)
+    rows = data.items.rows(data.items.at(unit, places).tolist())
+    return _as_read(data, unit, rows).append_column(ROW_ID, ids)
+
+
+def _as_read(data: Index, unit: int, rows: pa.Table) -> pa.Table:
+    """Return rows of a unit with the columns and types that the job reads. Raises `DataError` if they do not fit."""
+    if data.read_as is None:
+        return rows
+    try:
+        return cast(rows, data.read_as)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"its rows cannot be read as {', '.join(f'{one.name}: {one.type}' for one in data.read_as)}: "
+            f"{first_line(error)}",
+            where=data.name(unit),
+            remedy="give data.columns types that hold all values",
+        ) from error
 
 
 def check_unchanged(data: Index, *numbers: int) -> None:

@@ -54,6 +54,14 @@ class Data:
     own, in which each of its rows is used once. All must have the same columns. Needs `steps`.
     """
 
+    columns: Sequence[str] | Mapping[str, str] | None = None
+    """The columns to read: a list of names, or `{name: type}`, such as `{text: string, label: int64, x: float32}`, with
+    types as Arrow names them. Default None: all, as they are stored.
+
+    What is not named is not read. Fractions of JSON Lines and CSV become float32, unless a type is given here. Applies
+    to `evaluate.path` and each source of a `mix` too.
+    """
+
     image_size: Sequence[int] | None = None
     """`[height, width]` in pixels, to which every column of encoded images is decoded and resized, as RGB, before
     `transform`. Default None: images stay encoded.

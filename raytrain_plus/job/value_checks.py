@@ -94,8 +94,26 @@ def _batch(batch_size: int, shards: int) -> Problem:
     )
 
 
+TYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "string", "binary", "large_string", "large_binary"),
+)
+"""The types of columns that `data.columns` can name, as Arrow names them."""
 MOST_PIXELS = 16_384
 """Limit of the height and the width of images."""
+
+
+def _columns(columns: Sequence[str] | Mapping[str, str] | None) -> Problem:
+    if columns is None:
+        return None
+    if not columns or len(set(columns)) != len(columns):
+        return ("it names no column" if not columns else "it names a column twice"), "the names of columns", ""
+    for name, kind in columns.items() if isinstance(columns, Mapping) else ():
+        if kind not in TYPES:
+            near = difflib.get_close_matches(str(kind), TYPES, 1)
+            remedy = f"did you mean '{near[0]}'?" if near else "leave the type out if it need not change"
+            return f"'{kind}' is not a type that a column can be read with ('{name}')", ", ".join(TYPES), remedy
+    return None
 
 
 def _image_size(size: Sequence[int] | None) -> Problem:
@@ -349,6 +367,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.batch_size",), _at_least(1)),
     (("data.shards",), _at_least(1, 100_000)),
     (("data.batch_size", "data.shards"), _batch),
+    (("data.columns",), _columns),
     (("data.image_size",), _image_size),
     (("data.prepare",), _reference),
     (("data.transform",), _reference),

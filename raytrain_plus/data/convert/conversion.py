@@ -19,7 +19,7 @@ import pyarrow as pa
 from raytrain_plus.data.convert.arrow_batches import ArrowBatches
 from raytrain_plus.data.convert.cache import made_once
 from raytrain_plus.data.convert.csv_rows import CsvRows
-from raytrain_plus.data.convert.formats import SAVED, SAVED_SPLITS, SUFFIXES
+from raytrain_plus.data.convert.formats import SAVED, SAVED_INFO, SAVED_SPLITS, SUFFIXES
 from raytrain_plus.data.convert.image_files import ImageFiles
 from raytrain_plus.data.convert.jsonl import JsonLines
 from raytrain_plus.data.convert.lance_rows import LanceRows, lance_files
@@ -34,6 +34,7 @@ from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_
 from raytrain_plus.data.convert.tar_samples import TarSamples
 from raytrain_plus.data.convert.text_lines import TextLines
 from raytrain_plus.data.files import find_files, is_file, split_pattern
+from raytrain_plus.data.labels import Labels, labels_of
 from raytrain_plus.errors import DataError, StorageError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.place import Place, RemotePath, spelled
@@ -80,6 +81,12 @@ def _saved_files(folder: Place) -> list[Place]:
             remedy="flatten_indices() before save_to_disk",
         )
     return [folder / one["filename"] for one in found.get("_data_files", [])]
+
+
+def saved_labels(folder: Place) -> Labels:
+    """Return the classes that a folder names that `save_to_disk` has written."""
+    file = folder / SAVED_INFO
+    return labels_of(_json_of(file).get("features") or {}) if is_file(file) else {}
 
 
 def _json_of(file: Place) -> dict[str, Any]:

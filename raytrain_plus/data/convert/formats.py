@@ -30,6 +30,8 @@ SUFFIXES: Mapping[Format, tuple[str, ...]] = {
 
 SAVED_SPLITS, SAVED = "dataset_dict.json", "state.json"
 """The files by which `save_to_disk` of Hugging Face's `datasets` marks a folder: of several splits, and of one."""
+SAVED_INFO = "dataset_info.json"
+"""What it writes of the columns beside them."""
 _MAGIC = b"PAR1"
 """How a Parquet file begins."""
 

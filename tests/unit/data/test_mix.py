@@ -197,7 +197,7 @@ def test_differences_of_mixes(job: Job, tmp_path: Path) -> None:
     ("other", "words"),
     [
         ({"y": [1]}, r"column 'x' is missing; 1 of 2 sources differ from the first"),
-        ({"x": [1.5]}, r"column 'x' is double; 1 of 2 sources differ from the first"),
+        ({"x": ["007"]}, r"column 'x' is string; 1 of 2 sources differ from the first"),
         ({"x": [1], "z": [1]}, r"column 'z' is int64; 1 of 2 sources differ"),
     ],
 )
@@ -209,6 +209,7 @@ def test_sources_with_other_columns_are_refused(tmp_path: Path, other: dict[str,
         mixed_index([index(tmp_path / "a"), index(tmp_path / "b")])
     assert caught.value.where == f"data.mix[1]: {tmp_path / 'b'}"
     assert f"as in data.mix[0]: {tmp_path / 'a'}" in str(caught.value)
+    assert "or name those to read, with their types, in data.columns" in str(caught.value)
 
 
 def test_a_source_needs_a_row_for_each_shard(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Class labels of Hugging Face's that number the classes otherwise are refused, in held-out data and in a mix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from raytrain_plus.data.dataset import dataset
+from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.source import Index, alike, index
+from raytrain_plus.errors import DataError
+
+
+def features(names: list[str]) -> dict[str, object]:
+    return {"label": {"names": names, "_type": "ClassLabel"}, "x": {"dtype": "int64", "_type": "Value"}}
+
+
+def parquet(file: Path, *names: str) -> Index:
+    """Write what `Dataset.to_parquet` does."""
+    file.parent.mkdir(parents=True)
+    metadata = {b"huggingface": json.dumps({"info": {"features": features([*names])}}).encode()}
+    pq.write_table(pa.table({"label": [0, 1], "x": [1, 2]}).replace_schema_metadata(metadata), file)
+    return index(file.parent)
+
+
+def saved(folder: Path, *names: str) -> Index:
+    """Write what `save_to_disk` does."""
+    folder.mkdir(parents=True)
+    table = pa.table({"label": [0, 1], "x": [1, 2]})
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    files = [{"filename": "data-00000-of-00001.arrow"}]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": features([*names])}))
+    return dataset(folder, cache=folder.parent / "cache")
+
+
+@pytest.mark.parametrize("write", [parquet, saved])
+def test_classes_in_another_order_are_refused(tmp_path: Path, write: object) -> None:
+    at = "0.parquet" if write is parquet else ""
+    train = write(tmp_path / "a" / at, "cat", "dog")  # type: ignore[operator]
+    same, other = write(tmp_path / "b" / at, "cat", "dog"), write(tmp_path / "c" / at, "dog", "cat")  # type: ignore[operator]
+    assert train.labels == {"label": ["cat", "dog"]}
+    alike(train, same)
+    mixed_index([train, same])
+    with pytest.raises(DataError, match=r"classes of 'label' have other numbers .*: 0 is 'dog', not 'cat'") as caught:
+        alike(train, other)
+    assert "the classes cat, dog, as in" in str(caught.value)
+    with pytest.raises(DataError, match="0 is 'dog', not 'cat'"):
+        mixed_index([train, other])
+    more = write(tmp_path / "d" / at, "cat", "dog", "hen")  # type: ignore[operator]
+    with pytest.raises(DataError, match="have other numbers than in the training data: 3, not 2"):
+        alike(mixed_index([train, same]), more)
+
+
+def test_data_without_names_is_not_compared(tmp_path: Path) -> None:
+    train = parquet(tmp_path / "a" / "0.parquet", "cat", "dog")
+    (tmp_path / "b").mkdir()
+    for metadata in ({}, {b"huggingface": b"{"}, {b"huggingface": b"[]"}):
+        pq.write_table(
+            pa.table({"label": [1], "x": [2]}).replace_schema_metadata(metadata), tmp_path / "b" / "0.parquet"
+        )
+        other = index(tmp_path / "b")
+        assert other.labels == {}
+        alike(train, other)
