@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
+import pyarrow as pa
+
 from raytrain_plus.data.convert.cache import default_cache
 from raytrain_plus.data.convert.conversion import (
     converted,
@@ -128,10 +130,10 @@ def again(seen: Index, roots: Sequence[str | Path], *, skip: bool = False) -> In
     return dataset(seen.named, "parquet" if seen.origin is None else seen.origin.format, skip=skip)
 
 
-def training_data(job: Job, roots: Sequence[str | Path], *, doubles: bool = False) -> Index:
+def training_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> Index:
     """Return the index of the rows that a job trains on. `roots`: folders from which its code is imported.
 
-    `doubles`: see `Index`.
+    `older`: see `Index`.
     """
     if job.data.image_size is not None:
         # Before a worker starts.
@@ -139,19 +141,19 @@ def training_data(job: Job, roots: Sequence[str | Path], *, doubles: bool = Fals
     scattered = job.data.shuffle != "none"
     if job.data.mix is None:
         path, spec = job.data.path, job.data.dataset
-        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered, doubles=doubles))
+        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered, older=older))
     sources = [
-        _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered, doubles=doubles)
+        _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered, older=older)
         for one in job.data.mix
     ]
-    return _with_tokens(job, replace(mixed_index(sources), doubles=doubles))
+    return _with_tokens(job, replace(mixed_index(sources), older=older))
 
 
-def held_out_data(job: Job, roots: Sequence[str | Path], *, doubles: bool = False) -> Index:
-    """Return the index of the rows that a job is evaluated on; there must be some. `doubles`: see `Index`."""
+def held_out_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> Index:
+    """Return the index of the rows that a job is evaluated on; there must be some. `older`: see `Index`."""
     assert job.evaluate is not None
     path, spec = job.evaluate.path, job.evaluate.dataset
-    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, doubles=doubles))
+    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, older=older))
 
 
 def _with_tokens(job: Job, rows: Index) -> Index:
@@ -167,7 +169,7 @@ def _rows(
     roots: Sequence[str | Path],
     *,
     scattered: bool,
-    doubles: bool,
+    older: bool,
 ) -> Index:
     """Return the index of the rows at a path or of a dataset, packed if the job says so."""
     pack, columns = job.data.pack, job.data.columns
@@ -177,9 +179,22 @@ def _rows(
     else:
         assert path is not None
         found = dataset(path, form, skip=job.data.on_error == "skip")
+    folders = [] if found.partitions is None or older else [*found.partitions.schema]
+    beside = [one for one in folders if one.name not in found.schema.names]
     if columns is not None:
-        found = read_with(found, chosen(found.schema, columns, found.named))
-    if found.origin is not None and found.origin.format in TEXTS and not doubles:
+        found = read_with(found, chosen(pa.schema([*found.schema, *beside]), columns, found.named))
+    elif beside:
+        # Text would be tokenized, or refused by whatever makes tensors.
+        texts = job.data.collate == "pad" and job.data.tokenizer is None
+        left = [one.name for one in beside if pa.types.is_string(one.type) and not texts]
+        found = read_with(found, pa.schema([*found.schema, *(one for one in beside if one.name not in left)]))
+        if left:
+            print(
+                f"{found.named}: {', '.join(left)}, in the names of folders, is text and not read, unless data.columns "
+                "names it",
+                file=sys.stderr,
+            )
+    if found.origin is not None and found.origin.format in TEXTS and not older:
         found = read_with(found, narrowed(found.schema, explicit(columns)))
-    found = replace(found, doubles=doubles)
+    found = replace(found, older=older)
     return found if pack is None else packed(found, pack, job.data.tokenizer)

@@ -29,6 +29,7 @@ from raytrain_plus.data.items import Items
 from raytrain_plus.data.labels import labels_in
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.one_table import check_one_table
+from raytrain_plus.data.partitions import partitions_in, with_partitions
 from raytrain_plus.data.read_types import cast, united
 from raytrain_plus.data.sight import Sight, change_of, footer_of, remote_end, sight_of
 from raytrain_plus.data.tokens import TokenizerFile, tokenizer_file
@@ -37,6 +38,8 @@ from raytrain_plus.errors import DataChanged, DataError, StorageError, first_lin
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.place import Place, RemotePath, in_parallel, place_of, spelled
 
+READING = "reading"
+"""A key of `Index.to_json`: 2 since fractions of text formats are float32, and names of folders columns."""
 _CHECKSUM_FAILED = "CRC checksum verification failed"
 """Part of Arrow's message; Arrow has no error type for it."""
 
@@ -106,8 +109,10 @@ class Index:
     """For each column of Hugging Face's class labels, the names of the classes, in the order of their numbers."""
     read_as: pa.Schema | None = field(default=None, compare=False)
     """The columns and types that rows are read with, if others than those of the files."""
-    doubles: bool = field(default=False, compare=False)
-    """Whether fractions of text formats stay in float64, as in the runs of older versions."""
+    older: bool = field(default=False, compare=False)
+    """Whether an older version began the run: fractions of text formats stay float64, and folders are no columns."""
+    partitions: pa.Table | None = field(default=None, compare=False)
+    """Columns whose values are the names of the files' folders, one row a file: see `data.partitions`."""
 
     @property
     def named(self) -> str:
@@ -130,7 +135,7 @@ class Index:
             **({} if self.packed is None else {"packed": self.packed.to_json()}),
             **({} if tokenizer is None else {"tokenizer_sha256": tokenizer.sha256}),
             **({"sources": [_without_files(source) for source in self.sources]} if self.sources else {}),
-            **({} if self.doubles else {"fractions": "float32"}),
+            **({} if self.older else {READING: 2}),
             "fingerprint": self.fingerprint,
             "rows": self.rows,
             "files": [
@@ -225,6 +230,7 @@ def index(path: str | Place) -> Index:
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
         labels=labels,
+        partitions=partitions_in(found.names, spelled(found.root)),
     )
 
 
@@ -378,9 +384,8 @@ def read_unit(data: Index, unit: int) -> pa.Table:
     if data.items is not None:
         return read_places(data, unit, np.arange(data.unit_rows[unit]))
     number, group = data.unit_file[unit], data.unit_group[unit]
-    columns = None if data.read_as is None else data.read_as.names
     try:
-        table = _read_group(data.file(number), group, columns)
+        table = _read_group(data.file(number), group, None if data.read_as is None else data.read_as.names)
     except UNREADABLE as error:
         # If the file has changed, that explains the error better.
         check_unchanged(data, number)
@@ -404,6 +409,9 @@ def read_places(data: Index, unit: int, places: npt.NDArray[np.int64]) -> pa.Tab
 
 def _as_read(data: Index, unit: int, rows: pa.Table) -> pa.Table:
     """Return rows of a unit with the columns and types that the job reads. Raises `DataError` if they do not fit."""
+    if data.partitions is not None:
+        wanted = () if data.read_as is None else data.read_as.names
+        rows = with_partitions(rows, data.partitions, data.unit_file[unit], wanted, data.name(unit))
     if data.read_as is None:
         return rows
     try:

@@ -20,7 +20,7 @@ from raytrain_plus.data.dataset import TEXTS, held_out_data, training_data
 from raytrain_plus.data.differences import differences
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import Index, alike, check_enough, check_restored, linked_folders
+from raytrain_plus.data.source import READING, Index, alike, check_enough, check_restored, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -81,8 +81,8 @@ def order_of(
     check_installed(job.trackers)
     code = load_user_code(job, search)
     pickled = _task_to_send(job)
-    doubles = run_exists(folder) and not fresh and _has_doubles(folder)
-    seen, held_out = _look_at_data(job, search, doubles=doubles)
+    older = run_exists(folder) and not fresh and _is_older(folder)
+    seen, held_out = _look_at_data(job, search, older=older)
     steps = sample_order_of(job, seen).steps
     check_profiled(job, steps)
     past = None
@@ -319,25 +319,33 @@ def _task_to_send(job: Job) -> bytes | None:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _has_doubles(folder: Folder) -> bool:
-    """Return whether an older version began this run, which read fractions of text formats in float64."""
+def _is_older(folder: Folder) -> bool:
+    """Return whether a version began this run that read rows otherwise: see `source.READING`."""
     try:
-        return "fractions" not in read_object(folder, DATASET, "", _DATASET)
+        return READING not in read_object(folder, DATASET, "", _DATASET)
     except (FileNotFoundError, InputError):
         # What is wrong with it is said later.
         return False
 
 
-def _look_at_data(job: Job, roots: Sequence[Path], *, doubles: bool) -> tuple[Index, Index | None]:
+def _is_read_otherwise(data: Index) -> bool:
+    return data.partitions is not None or (data.origin is not None and data.origin.format in TEXTS)
+
+
+def _look_at_data(job: Job, roots: Sequence[Path], *, older: bool) -> tuple[Index, Index | None]:
     check_preparable(job, roots)
     prepare_data(job, roots)
-    seen = training_data(job, roots, doubles=doubles)
-    if doubles and any(one.origin is not None and one.origin.format in TEXTS for one in (seen, *seen.sources)):
-        print("warning: this run was begun by an older version: as before, its fractions are float64", file=sys.stderr)
+    seen = training_data(job, roots, older=older)
+    if older and any(_is_read_otherwise(one) for one in (seen, *seen.sources)):
+        print(
+            "warning: this run was begun by an older version: as before, fractions of text formats are float64, and "
+            "the names of folders no columns",
+            file=sys.stderr,
+        )
     check_enough(seen, job.data.shards)
     if job.evaluate is None:
         return seen, None
-    held_out = held_out_data(job, roots, doubles=doubles)
+    held_out = held_out_data(job, roots, older=older)
     check_enough(held_out, job.data.shards)
     return alike(seen, held_out)
 

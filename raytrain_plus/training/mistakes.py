@@ -99,8 +99,8 @@ def _integers(kind: str, text: str, batch: Described) -> Advice | None:
         return None
     # Of several dimensions, because a vector of integers is likely to be the labels.
     whole = [name for name, value in batch.items() if re.match(r"(u?int\d+|bool) \(\d+, ", value)]
-    doubles = [name for name, value in batch.items() if value.startswith("float64")]
-    named = (whole + doubles)[:1]
+    older = [name for name, value in batch.items() if value.startswith("float64")]
+    named = (whole + older)[:1]
     return Advice(
         expected="input of the model's type" + (f"; the batch has {spelled(batch)}" if batch else ""),
         remedy=f"convert it, as in batch['{named[0]}'].float()" if named else "convert the model's input with .float()",

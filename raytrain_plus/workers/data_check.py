@@ -26,7 +26,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     """
     if expected.sources:
         sources = [same_data(plan, roots, source) for source in expected.sources]
-        seen = replace(mixed_index(sources), doubles=expected.doubles)
+        seen = replace(mixed_index(sources), older=expected.older)
         return seen if expected.tokenizer is None else _same_tokenizer(seen, expected.tokenizer)
     if expected.documents is not None and expected.packed is not None:
         return _checked(packed_again(same_data(plan, roots, expected.documents), expected.packed), expected)
@@ -40,7 +40,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     seen = again(expected, roots, skip=plan.job.data.on_error == "skip")
     if expected.tokenizer is not None:
         seen = _same_tokenizer(seen, expected.tokenizer)
-    seen = replace(_checked(seen, expected), schema=expected.schema, read_as=expected.read_as, doubles=expected.doubles)
+    seen = replace(_checked(seen, expected), schema=expected.schema, read_as=expected.read_as, older=expected.older)
     return seen if first is None else replace(seen, file_sights=first)
 
 

@@ -84,9 +84,9 @@ def test_fractions_of_text_become_float32_unless_the_job_says_float64(tmp_path: 
     assert wide.schema.field("x").type == pa.float64()
     assert read(wide)["x"][0] == 0.1
     # A run of an older version goes on as it began.
-    older = training_data(job(file), [], doubles=True)
+    older = training_data(job(file), [], older=True)
     assert older.schema.field("x").type == pa.float64()
-    assert ("fractions" in found.to_json(), "fractions" in older.to_json()) == (True, False)
+    assert ("reading" in found.to_json(), "reading" in older.to_json()) == (True, False)
     assert older.fingerprint == found.fingerprint
 
 
