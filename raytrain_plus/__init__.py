@@ -5,6 +5,7 @@ from raytrain_plus import Data, Job, Task, run
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raytrain_plus.errors import CheckpointError, DataError, InputError, JobError, RaytrainError, RunError, TaskError
@@ -24,6 +25,7 @@ from raytrain_plus.job.settings import (
 from raytrain_plus.result import Result
 
 if TYPE_CHECKING:
+    from raytrain_plus import schedules
     from raytrain_plus.launch.handle import Handle, attach
     from raytrain_plus.launch.runner import resume, run, start
     from raytrain_plus.runs.export import load
@@ -56,6 +58,7 @@ __all__ = [
     "load",
     "resume",
     "run",
+    "schedules",
     "start",
 ]
 
@@ -78,4 +81,6 @@ def __getattr__(name: str) -> Any:
         from raytrain_plus.runs.export import load
 
         return load
+    if name == "schedules":
+        return import_module("raytrain_plus.schedules")
     raise AttributeError(f"module 'raytrain_plus' has no attribute '{name}'")

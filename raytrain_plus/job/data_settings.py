@@ -33,7 +33,8 @@ class Data:
     `lance` of this package). Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
-    `.zst` are uncompressed. Changed files are converted again.
+    `.zst` are uncompressed. Changed files are converted again. The environment variable RAYTRAIN_CACHE of a machine
+    names another folder for that, as XDG_CACHE_HOME does; without a home that can be written to, it is a temporary one.
     """
 
     dataset: str | None = None

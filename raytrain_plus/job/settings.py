@@ -446,9 +446,12 @@ def check_type(key: str, value: Any) -> InputError | None:
     """Return what is wrong with the type of one setting, or None."""
     hint = hint_of(key)
     if nested(hint) is not None:
-        return (
-            None if value is None and type(None) in get_args(hint) else _wrong_type(key, value, "a group of settings")
-        )
+        if value is None and type(None) in get_args(hint):
+            return None
+        wrong = _wrong_type(key, value, f"a group of settings, such as {key}.{next(iter(fields_of(nested(hint))))}")
+        if key == "workers" and fits(value, int):
+            wrong = InputError(wrong.what, wrong.where, wrong.expected, f"workers={{min: {value}, max: {value}}}")
+        return wrong
     if fits(value, hint):
         return None
     return _wrong_type(key, value, spell_type(hint))

@@ -25,6 +25,8 @@ class Advice:
     remedy: str = ""
 
 
+_OF_MODELS = "parameters|named_parameters|configure_optimizers|modules|named_modules|children"
+"""What a model has, and the parameters that `optimizer` is called with have not."""
 NO_MEMORY = Advice(
     remedy="use more parallel.microbatches or data.shards, a smaller data.batch_size, or a larger machine"
 )
@@ -99,8 +101,8 @@ def _integers(kind: str, text: str, batch: Described) -> Advice | None:
         return None
     # Of several dimensions, because a vector of integers is likely to be the labels.
     whole = [name for name, value in batch.items() if re.match(r"(u?int\d+|bool) \(\d+, ", value)]
-    older = [name for name, value in batch.items() if value.startswith("float64")]
-    named = (whole + older)[:1]
+    doubles = [name for name, value in batch.items() if value.startswith("float64")]
+    named = (whole + doubles)[:1]
     return Advice(
         expected="input of the model's type" + (f"; the batch has {spelled(batch)}" if batch else ""),
         remedy=f"convert it, as in batch['{named[0]}'].float()" if named else "convert the model's input with .float()",
@@ -156,6 +158,11 @@ def _untracked(kind: str, text: str, batch: Described) -> Advice | None:
 
 
 def _attribute(kind: str, text: str, batch: Described) -> Advice | None:
+    if kind == "AttributeError" and re.search(rf"'list' object has no attribute '({_OF_MODELS})'", text):
+        return Advice(
+            expected="optimizer(self, parameters), called with (name, parameter) pairs",
+            remedy="make the optimizer of these; optimizer(self, parameters, model) gets the model too",
+        )
     if kind != "AttributeError" or "'dict' object has no attribute" not in text:
         return None
     wanted = text.rpartition("'dict' object has no attribute ")[2].strip("'\" .")

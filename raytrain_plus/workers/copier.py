@@ -31,7 +31,7 @@ BYTES_PER_S = 20e6
 AGAIN_S = 0.05
 """Seconds between two checks whether a copy has arrived or is still needed; the shortest wait before it is resent."""
 LONGEST_AGAIN_S = 5.0
-"""Maximum seconds to wait before a copy is resent; the wait older up to this."""
+"""Maximum seconds to wait before a copy is resent; the wait doubles up to this."""
 
 log = logging.getLogger(__name__)
 

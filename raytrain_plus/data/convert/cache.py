@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +14,35 @@ from filelock import FileLock, Timeout
 from raytrain_plus.data.convert.parts import is_complete, mark_complete, part_name
 from raytrain_plus.errors import DataError, WaitExpired
 
+VARIABLE = "RAYTRAIN_CACHE"
+"""The environment variable that names another folder, on a machine: where its disk is, say."""
 LOCK_S = 24 * 3600.0
 """Maximum seconds to wait for another process of this node that converts the same data."""
 
 
 def default_cache() -> Path:
-    """Return the folder of converted data."""
-    return Path.home() / ".cache" / "raytrain_plus" / "data"
+    """Return the folder of converted data: in `RAYTRAIN_CACHE`, or `XDG_CACHE_HOME`, or the home folder's `.cache`.
+
+    The process of a pod may have no home, or none that it can write to: then below the temporary folder.
+    """
+    if named := os.environ.get(VARIABLE):
+        return Path(named).absolute() / "data"
+    homes = [Path(shared)] if (shared := os.environ.get("XDG_CACHE_HOME")) else []
+    with contextlib.suppress(RuntimeError, KeyError):
+        homes.append(Path.home() / ".cache")
+    home = next((one for one in homes if one.is_absolute() and _writable(one)), None)
+    if home is not None:
+        return home / "raytrain_plus" / "data"
+    return Path(tempfile.gettempdir()) / f"raytrain_plus-{os.getuid()}" / "data"
+
+
+def _writable(folder: Path) -> bool:
+    """Return whether this process can make a folder, or write to it."""
+    try:
+        there = next(one for one in (folder, *folder.parents) if one.exists())
+    except OSError:
+        return False
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:
@@ -47,5 +71,7 @@ def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:
         raise WaitExpired(f"another process has been converting {source} for more than {LOCK_S:g} s") from error
     except OSError as error:
         raise DataError(
-            f"cannot be converted: {error.strerror or error}", where=str(error.filename or target)
+            f"cannot be converted: {error.strerror or error}",
+            where=str(error.filename or target),
+            remedy=f"make room there, or set {VARIABLE} on this machine to another folder, on a larger disk",
         ) from error

@@ -104,7 +104,13 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         (GOOD + "workers: {min: 3, max: 2}\n", [], "/job.yaml:4:19 workers.max: 2 is less than workers.min = 3"),
         (GOOD + "workers: {min: 13}\n", [], "workers.min: 13 workers for data.shards = 12"),
         (GOOD + "workers: {min: 0}\n", [], "workers.min: 0 is not allowed"),
-        (GOOD + "workers: 3\n", [], "workers: 3 is not allowed\n  expected: a group of settings"),
+        (
+            GOOD + "workers: 3\n",
+            [],
+            "workers: 3 is not allowed\n  expected: a group of settings, such as workers.min\n"
+            "  fix: workers={min: 3, max: 3}",
+        ),
+        (GOOD, ["elastic=3"], "elastic=3: 3 is not allowed\n  expected: a group of settings, such as elastic."),
         (GOOD + "workers: {gpus: 0.5}\n", [], "workers.gpus: 0.5 is not allowed\n  expected: 0 or 1"),
         (GOOD + "workers: {accelerator: 'an H100'}\n", [], "workers.accelerator: 'an H100' is not an accelerator type"),
         (GOOD + "name: ../escape\n", [], "/job.yaml:4:1 name: '../escape' contains a path separator"),

@@ -73,7 +73,7 @@ class World(NamedTuple):
     deaths: int = 0
     arrivals: int = 0
     drains: int = 0
-    older: int = 0
+    doubles: int = 0
     losses: int = 0
     faults: int = 0
     lates: int = 0
@@ -174,7 +174,7 @@ def first_world(
     deaths: int = 0,
     arrivals: int = 0,
     drains: int = 0,
-    older: int = 0,
+    doubles: int = 0,
     losses: int = 0,
     faults: int = 0,
     lates: int = 0,
@@ -194,7 +194,7 @@ def first_world(
         deaths=deaths,
         arrivals=arrivals,
         drains=drains,
-        older=older,
+        doubles=doubles,
         losses=losses,
         faults=faults,
         lates=lates,
@@ -280,7 +280,7 @@ def _key(world: World) -> Any:
         world.newest,
         world.capacity,
         world.stopped,
-        (world.deaths, world.arrivals, world.drains, world.older, world.losses, world.faults, world.lates),
+        (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
         (world.stops, world.saves, world.damages, world.copies, world.misfits, world.wishes),
         (group.limits.sizes.stage_counts, group.limits.sizes.minimum),
     )
@@ -313,8 +313,8 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             yield world._replace(mail=rest)
             continue
         yield from _deliver(world._replace(mail=rest), message)
-        if world.older and isinstance(message, (e.Ready, e.Joined, e.Left, e.Lost)):
-            for after in _deliver(world._replace(mail=(*rest, message), older=world.older - 1), message):
+        if world.doubles and isinstance(message, (e.Ready, e.Joined, e.Left, e.Lost)):
+            for after in _deliver(world._replace(mail=(*rest, message), doubles=world.doubles - 1), message):
                 if message in after.mail:
                     took("doubled")
                     yield after

@@ -632,7 +632,7 @@ SCOPES: dict[str, tuple[tuple[int, int, int], dict[str, int]]] = {
     "limits and a death": ((1, 0, 2), {"capacity": 2, "lates": 1, "deaths": 1}),
     "a stop and a death": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1}),
     "a stop and two deaths": ((1, 0, 2), {"capacity": 2, "stops": 1, "deaths": 2}),
-    "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "older": 1, "losses": 1}),
+    "doubled and lost messages": ((1, 0, 2), {"capacity": 2, "doubles": 1, "losses": 1}),
     "a checkpoint and two deaths": ((1, 0, 2), {"capacity": 2, "saves": 1, "deaths": 2}),
     "fewer are requested, and a death": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0),), "deaths": 1}),
     "fewer are requested, then as many": ((1, 0, 2), {"capacity": 2, "wishes": ((1, 1, 0), (2, 2, 0))}),
@@ -674,7 +674,7 @@ def test_every_order_of_events_in_a_small_world(name: str) -> None:
         "saves": "saved",
         "damages": "damaged",
         "stops": "stop",
-        "older": "doubled",
+        "doubles": "doubled",
         "losses": "lost",
     }
     assert all(taken[word] for key, word in happened.items() if happening.get(key))
@@ -983,7 +983,7 @@ ALL: dict[str, Any] = {
     "deaths": 3,
     "arrivals": 2,
     "drains": 1,
-    "older": 2,
+    "doubles": 2,
     "losses": 2,
     "faults": 1,
     "lates": 1,
@@ -1019,7 +1019,7 @@ LARGE = {
     "three workers, two deaths": ((1, 0, 3), {"capacity": 3, "deaths": 2}),
     "a death, two joins": ((2, 0, 2), {"capacity": 2, "arrivals": 2, "deaths": 1}),
     "a death, a drain": ((2, 0, 2), {"capacity": 3, "drains": 1, "deaths": 1}),
-    "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "older": 1, "losses": 1}),
+    "a death, doubled and lost messages": ((1, 0, 2), {"capacity": 2, "deaths": 1, "doubles": 1, "losses": 1}),
     "a spare and a death": ((1, 1, 2), {"capacity": 3, "deaths": 1}),
     "a stop, a death, a join": ((2, 0, 2), {"capacity": 2, "stops": 1, "deaths": 1, "arrivals": 1}),
     "all drained": ((1, 0, 3), {"capacity": 3, "drains": 3, "lates": 1}),
@@ -1036,7 +1036,7 @@ def test_every_order_of_events_among_three_workers(name: str) -> None:
 
 
 ALL_AT_ONCE = {
-    "three workers": ((1, 0, 3), {"capacity": 3, "deaths": 2, "drains": 1, "losses": 1, "older": 1}),
+    "three workers": ((1, 0, 3), {"capacity": 3, "deaths": 2, "drains": 1, "losses": 1, "doubles": 1}),
     "one worker that two join": ((1, 0, 1), {"capacity": 1, "arrivals": 2, "deaths": 1, "drains": 1}),
 }
 """As in `SCOPES`. Two workers join the three, for the two that die; two more joining before any death would be too

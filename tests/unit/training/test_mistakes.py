@@ -17,6 +17,11 @@ from raytrain_plus.training.mistakes import advice_for
         ),
         ("FailOnRecompileLimitHit", "Hard failure due to fail_on_recompile_limit_hit", "make batches of equal shapes"),
         ("InductorError", "InvalidCxxCompiler: No working C++ compiler found", "install g++"),
+        (
+            "AttributeError",
+            "'list' object has no attribute 'configure_optimizers'",
+            "make the optimizer of these; optimizer(self, parameters, model)",
+        ),
         ("RuntimeError", "something else", ""),
     ],
 )
