@@ -158,9 +158,7 @@ class HttpServer:
                 return
             except OSError:
                 # The client has disconnected, or the process has no descriptor left: make room for the next connection.
-                if self._strangers:
-                    self._drop_oldest_stranger()
-                else:
+                if not self._drop_oldest_stranger():
                     # It stays ready to be read, and to look again at once would take a whole CPU.
                     time.sleep(PAUSE_S)
                 return
@@ -172,9 +170,12 @@ class HttpServer:
             # A member's request comes in one piece and is usually here already.
             self._progress(connection)
 
-    def _drop_oldest_stranger(self) -> None:
-        if self._strangers:
-            self._drop(next(iter(self._strangers)))
+    def _drop_oldest_stranger(self) -> bool:
+        """Drop the oldest connection without a valid token; return whether there was one."""
+        oldest = next(iter(self._strangers), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
 
     def _drop(self, connection: _Connection) -> None:
         self._strangers.pop(connection, None)

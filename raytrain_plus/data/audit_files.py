@@ -95,7 +95,7 @@ def _files_now(data: Path) -> dict[str, Place]:
     return {path.relative_to(root).as_posix(): path for path in files if path.is_file()}
 
 
-@functools.lru_cache(1)
+@functools.lru_cache(16)
 def images_below(folder: str) -> list[str]:
     """Return the images below a folder of this machine, sorted by their names; none if it is no folder."""
     root = Path(folder)

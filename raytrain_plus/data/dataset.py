@@ -29,9 +29,10 @@ from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.images import load_pillow
 from raytrain_plus.data.items import items_of
 from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.partitions import columns_of
 from raytrain_plus.data.read_types import chosen, explicit, narrowed
 from raytrain_plus.data.repository import only_split
-from raytrain_plus.data.source import Index, Origin, index, index_items, read_with, with_tokenizer
+from raytrain_plus.data.source import Index, Origin, alike, index, index_items, read_with, with_tokenizer
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
@@ -156,6 +157,12 @@ def held_out_data(job: Job, roots: Sequence[str | Path], *, older: bool = False)
     return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, older=older))
 
 
+def both_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> tuple[Index, Index | None]:
+    """Return the training data and the held-out data, if there are any, as a run reads them. `older`: see `Index`."""
+    seen = training_data(job, roots, older=older)
+    return (seen, None) if job.evaluate is None else alike(seen, held_out_data(job, roots, older=older))
+
+
 def _with_tokens(job: Job, rows: Index) -> Index:
     """Return the index of rows whose text becomes tokens as they are read, unless they are packed and hold tokens."""
     return rows if job.data.pack is not None else with_tokenizer(rows, job.data.tokenizer)
@@ -179,10 +186,16 @@ def _rows(
     else:
         assert path is not None
         found = dataset(path, form, skip=job.data.on_error == "skip")
-    folders = [] if found.partitions is None or older else [*found.partitions.schema]
-    beside = [one for one in folders if one.name not in found.schema.names]
+    if older:
+        found = replace(found, partitions=None)
+    beside = [one for one in columns_of(found.partitions) if one.name not in found.schema.names]
     if columns is not None:
+        stored = found.schema.names
         found = read_with(found, chosen(pa.schema([*found.schema, *beside]), columns, found.named))
+        if not {*columns} & {*stored}:
+            raise DataError(
+                "it names columns of folders alone", where="data.columns", expected=f"some of {', '.join(stored)}, too"
+            )
     elif beside:
         # Text would be tokenized, or refused by whatever makes tensors.
         texts = job.data.collate == "pad" and job.data.tokenizer is None

@@ -85,7 +85,7 @@ def is_file(path: Place) -> bool:
 def _found(tree: Tree, root: Place, files: Sequence[Place]) -> DataFiles:
     names = sorted({_below(file, root).as_posix() for file in files})
     if isinstance(root, Path):
-        check_apart([root / name for name in names])
+        check_apart(root, [root / name for name in names])
     return DataFiles(root, tuple(names), tuple(tree.found(root / name) for name in names))
 
 

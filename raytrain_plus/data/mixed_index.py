@@ -33,7 +33,8 @@ def mixed_index(sources: Sequence[Index]) -> Index:
     check_one_table(names, [source.schema for source in sources], "sources")
     _check_classes(names, sources)
     for name, source in zip(names[1:], sources[1:], strict=True):
-        check_labels(sources[0], source, name)
+        if not source.older:
+            check_labels(sources[0], source, name)
     owned = tuple(replace(source, prefix=f"{number}/") for number, source in enumerate(sources))
     first_files = itertools.accumulate((len(source.files) for source in owned), initial=0)
     shifted = list(zip(first_files, owned, strict=False))

@@ -17,25 +17,25 @@ NOTHING = "__HIVE_DEFAULT_PARTITION__"
 """The value that stands for a null."""
 
 
-def partitions_in(names: Sequence[str], root: str) -> pa.Table | None:
-    """Return the values of each file, one a row, given the files' names below `root`; None if no folder is one.
+def partitions_in(names: Sequence[str]) -> pa.Table | None:
+    """Return the values of each file as text, one file a row, given the files' names below the data's folder.
 
-    Raises `DataError` if the folders of two files have other keys.
+    None if no folder is one, or if the folders of two files have other keys: then they are no columns.
     """
     found = [dict(_pairs(name)) for name in names]
-    if not any(found):
-        return None
     keys = [*found[0]]
-    other = next((name for name, one in zip(names, found, strict=True) if [*one] != keys), None)
-    if other is not None:
-        raise DataError(
-            f"its folders have the keys {', '.join(found[names.index(other)]) or 'of none'}, and those of "
-            f"{names[0]} {', '.join(keys) or 'none'}",
-            where=f"{root}/{other}",
-            expected="folders KEY=VALUE with the same keys for all files, or none",
-            remedy="move the files, or name those of one kind by a pattern",
-        )
-    return pa.table({key: _column([one[key] for one in found]) for key in keys})
+    if not keys or any([*one] != keys for one in found):
+        return None
+    return pa.table({key: pa.array([_value(one[key]) for one in found], pa.string()) for key in keys})
+
+
+def columns_of(partitions: pa.Table | None) -> list[pa.Field]:
+    """Return the columns that the values make, with their types."""
+    return (
+        []
+        if partitions is None
+        else [pa.field(name, _type_of(partitions.column(name))) for name in partitions.column_names]
+    )
 
 
 def with_partitions(rows: pa.Table, partitions: pa.Table, file: int, wanted: Sequence[str], where: str) -> pa.Table:
@@ -43,21 +43,29 @@ def with_partitions(rows: pa.Table, partitions: pa.Table, file: int, wanted: Seq
 
     Raises `DataError` if the file has another value in such a column itself.
     """
-    for name in partitions.column_names:
-        value = partitions.column(name)[file]
-        if name in rows.column_names:
-            column = rows.column(name)
-            same = pc.all(pc.equal(column.cast(pa.string()), pa.scalar(_text(value))), skip_nulls=False)
-            if len(column) and not same.as_py():
-                raise DataError(
-                    f"its column '{name}' has other values than its folder, {name}={_text(value)}",
-                    where=where,
-                    remedy=f"drop the column from the file, or leave '{name}' out of data.columns",
-                )
-        elif name in wanted:
-            column = pa.repeat(value, rows.num_rows) if value.is_valid else pa.nulls(rows.num_rows, value.type)
-            rows = rows.append_column(name, column)
+    for one in columns_of(partitions):
+        value = partitions.column(one.name)[file]
+        if one.name in rows.column_names:
+            _check_same(rows.column(one.name), value, one.name, where)
+        elif one.name in wanted:
+            column = pa.repeat(value, rows.num_rows) if value.is_valid else pa.nulls(rows.num_rows, pa.string())
+            rows = rows.append_column(one, column.cast(one.type))
     return rows
+
+
+def _check_same(column: pa.ChunkedArray, value: pa.Scalar, name: str, where: str) -> None:
+    """Raise `DataError` if a column has other values than its folder, as far as the two can be compared."""
+    try:
+        expected = value.cast(column.type)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return
+    same = pc.is_null(column) if not value.is_valid else pc.fill_null(pc.equal(column, expected), False)
+    if len(column) and not pc.all(same).as_py():
+        raise DataError(
+            f"its column '{name}' has other values than its folder, {name}={value.as_py()}",
+            where=where,
+            remedy=f"drop the column from the file, or leave '{name}' out of data.columns",
+        )
 
 
 def _pairs(name: str) -> list[tuple[str, str]]:
@@ -66,14 +74,13 @@ def _pairs(name: str) -> list[tuple[str, str]]:
     return [(key, unquote(value)) for key, equals, value in parts if key and equals]
 
 
-def _column(values: Sequence[str]) -> pa.Array:
-    given = [None if value == NOTHING else value for value in values]
-    text = pa.array(given, pa.string())
+def _value(text: str) -> str | None:
+    return None if text == NOTHING else text
+
+
+def _type_of(column: pa.ChunkedArray) -> pa.DataType:
     try:
-        return text.cast(pa.int32())
+        column.cast(pa.int32())
     except pa.ArrowInvalid:
-        return text
-
-
-def _text(value: pa.Scalar) -> str | None:
-    return None if not value.is_valid else str(value.as_py())
+        return pa.string()
+    return pa.int32()

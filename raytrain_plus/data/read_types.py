@@ -47,12 +47,16 @@ def _narrowed(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_float64(kind):
         return pa.float32()
     if pa.types.is_list(kind):
-        return pa.list_(_narrowed(kind.value_type))
+        return pa.list_(_inside(kind))
     if pa.types.is_large_list(kind):
-        return pa.large_list(_narrowed(kind.value_type))
+        return pa.large_list(_inside(kind))
     if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_narrowed(kind.value_type), kind.list_size)
+        return pa.list_(_inside(kind), kind.list_size)
     return kind
+
+
+def _inside(kind: pa.DataType) -> pa.Field:
+    return kind.value_field.with_type(_narrowed(kind.value_type))
 
 
 def united(first: pa.Schema, other: pa.Schema) -> pa.Schema | None:

@@ -230,7 +230,7 @@ def index(path: str | Place) -> Index:
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
         labels=labels,
-        partitions=partitions_in(found.names, spelled(found.root)),
+        partitions=partitions_in(found.names),
     )
 
 
@@ -314,7 +314,8 @@ def check_alike(seen: Index, held_out: Index) -> None:
             expected=f"the columns of {seen.named}: {', '.join(seen.schema.names)}",
             remedy="name the columns to read, with their types, in data.columns",
         )
-    check_labels(seen, held_out, f"evaluate.path: {held_out.named}")
+    if not seen.older:
+        check_labels(seen, held_out, f"evaluate.path: {held_out.named}")
     if (mine := class_names(seen)) != (theirs := class_names(held_out)):
         names = sorted({*mine} ^ {*theirs})
         raise DataError(
@@ -339,7 +340,8 @@ def check_labels(seen: Index, other: Index, where: str) -> None:
                 f"the classes of '{name}' have other numbers than in the training data: {differ}",
                 where=where,
                 expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}, as in {seen.named}",
-                remedy=f"cast the column with datasets' ClassLabel(names=[...]), or read '{name}' as text",
+                remedy=f"cast it with datasets' cast_column('{name}', ClassLabel(names=[...])), or leave it out of "
+                "data.columns",
             )
 
 

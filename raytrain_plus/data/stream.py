@@ -21,7 +21,7 @@ import pyarrow as pa
 import ray
 from ray.data import DataContext, Datasource, ExecutionResources, ReadTask
 from ray.data.block import BlockMetadata
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raytrain_plus.data.columns import column_of, copied
 from raytrain_plus.data.reads import Read
@@ -29,7 +29,8 @@ from raytrain_plus.data.sample_order import RowRange
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.data.unusable import is_bare
-from raytrain_plus.errors import DataError, TaskError, WaitExpired
+from raytrain_plus.errors import DataError, RaytrainError, RunError, TaskError, WaitExpired, first_line
+from raytrain_plus.job.task_loader import trim_traceback
 
 TASKS_AT_ONCE = 2
 """Maximum concurrent read tasks of one worker."""
@@ -114,6 +115,8 @@ def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[
             if isinstance(error.cause, Exception):
                 raise error.cause from None
             raise
+        except RayError as error:
+            raise RunError(f"the process that transforms rows has died: {first_line(error)}") from error
 
     return read
 
@@ -121,7 +124,14 @@ def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[
 def _read_one(pickled_rows: bytes, roots: tuple[str, ...], row_range: RowRange) -> pa.Table:
     sys.path[:0] = [root for root in roots if root not in sys.path]
     rows: Rows = cloudpickle.loads(pickled_rows)
-    return rows.read(row_range)
+    try:
+        return rows.read(row_range)
+    except RaytrainError:
+        raise
+    except Exception as error:
+        # Where it was raised is known in this process alone.
+        what = f"data.transform raised {type(error).__name__}: {first_line(error)}"
+        raise TaskError(what, where=rows.index.name(row_range.unit), user_traceback=trim_traceback(error)) from None
 
 
 class Stream:

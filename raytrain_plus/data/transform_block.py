@@ -36,6 +36,8 @@ Between = Callable[[int, int], pa.Table]
 Again = Callable[[], Between]
 
 _BLOCKS = 3
+JUDGED = 8
+"""Rows of a block by which it is judged whether a transform draws from the generators of the process."""
 
 
 def without_ids(rows: pa.Table) -> pa.Table:
@@ -213,13 +215,16 @@ def _seeded(key: int) -> AbstractContextManager[None]:
 
 
 def with_draws(rows: Rows) -> Rows:
-    """Return the same, with whether `transform` draws from the generators of the process, judged by its first block."""
+    """Return the same, with whether `transform` draws from the generators of the process, judged by the first rows."""
     if rows.transform is None:
         return rows
     from raytrain_plus.data.generators import draws
 
-    [first, *_] = rows.sample_order.row_ranges_between(0, 0, 1)
-    return replace(rows, draws=draws(lambda: rows.read(first)))
+    # A few rows of each source, which a worker reads before it can join.
+    few, found = replace(rows, block_rows=JUDGED), dict[int, RowRange]()
+    for one in rows.sample_order.row_ranges_between(0, 0, min(JUDGED * 8, rows.sample_order.rows_in_step(0, 0))):
+        found.setdefault(id(rows.index.owner(one.unit)[0]), replace(one, rows=1))
+    return replace(rows, draws=any(draws(functools.partial(few.read, one)) for one in found.values()))
 
 
 def _overlap(row_range: RowRange, begin: int, end: int) -> tuple[int, int]:

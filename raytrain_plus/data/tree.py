@@ -142,8 +142,12 @@ def check_no_circle(folder: Path, top: Path) -> None:
                 )
 
 
-def check_apart(files: Sequence[Path]) -> None:
-    """Raise `DataError` if two of these files are one file, by a link: its rows would count twice."""
+def check_apart(root: Path, files: Sequence[Path]) -> None:
+    """Raise `DataError` if two of these files, below `root`, are one by a link: its rows would count twice.
+
+    Two links to a file outside are two: stores that name files by their content keep equal ones once.
+    """
+    inside = root.resolve()
     folders: dict[Path, Path] = {}
     found: dict[Path, Path] = {}
     for file in files:
@@ -151,7 +155,8 @@ def check_apart(files: Sequence[Path]) -> None:
             folders[file.parent] = file.parent.resolve()
         target = file.resolve() if file.is_symlink() else folders[file.parent] / file.name
         other = found.setdefault(target, file)
-        if other is not file:
+        own = inside in target.parents or not (file.is_symlink() and other.is_symlink())
+        if other is not file and own:
             raise DataError(
                 f"is the same file as {other}, by a link, so its rows would count twice",
                 where=str(file),

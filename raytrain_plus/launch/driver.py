@@ -189,8 +189,11 @@ def launch(order: Order, began: float) -> None:
             if ray.wait([run_ref], timeout=0)[0]:
                 ray.get(run_ref)
                 return
-            if followed.late and followed.result() is not None:
+            ended = followed.result() if followed.late else None
+            if ended is not None:
                 # A Ray without its GCS never says that the controller has ended.
+                if ended.status == "failed":
+                    raise RunError(ended.error or "the run has failed")
                 return
     except RayTaskError as error:
         raise error.cause from None

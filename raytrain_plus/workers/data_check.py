@@ -40,7 +40,13 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
     seen = again(expected, roots, skip=plan.job.data.on_error == "skip")
     if expected.tokenizer is not None:
         seen = _same_tokenizer(seen, expected.tokenizer)
-    seen = replace(_checked(seen, expected), schema=expected.schema, read_as=expected.read_as, older=expected.older)
+    seen = replace(
+        _checked(seen, expected),
+        schema=expected.schema,
+        read_as=expected.read_as,
+        older=expected.older,
+        partitions=expected.partitions,
+    )
     return seen if first is None else replace(seen, file_sights=first)
 
 

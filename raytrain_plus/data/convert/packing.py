@@ -69,7 +69,8 @@ def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache
         print(f"{documents.named}: {found.line()}", file=sys.stderr, flush=True)
         if documents.items is not None:
             print(f"its rows are in {target}; delete it to pack them again", file=sys.stderr, flush=True)
-    both = "\0".join([seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end)])
+    chosen = [] if documents.read_as is None else [column]
+    both = "\0".join([seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end), *chosen])
     return replace(
         seen,
         fingerprint=hashlib.sha256(both.encode()).hexdigest(),
@@ -120,7 +121,9 @@ def _is_tokens(kind: pa.DataType) -> bool:
 
 def _folder_name(documents: Index, length: int, file: TokenizerFile | None, end: int | None) -> str:
     tokenizer = "" if file is None else f"{file.sha256}\0{version('tokenizers')}"
-    kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}"
+    # Without a choice there is one column that can be packed.
+    chosen = "" if documents.read_as is None else f"\0{','.join(documents.read_as.names)}"
+    kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}{chosen}"
     return name_of(Path(documents.named).stem, kind, documents.places, documents.fingerprint)
 
 

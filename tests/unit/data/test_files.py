@@ -189,6 +189,14 @@ def test_links_by_which_rows_would_count_twice_or_not_at_all_are_refused(tmp_pat
         assert what in failure(data / way if way else data)
 
 
+def test_two_links_to_one_file_of_a_store_are_two_files(tmp_path: Path) -> None:
+    filled(tmp_path / "store", "3f2a")
+    (tmp_path / "data").mkdir()
+    for name in ("a.parquet", "b.parquet"):
+        (tmp_path / "data" / name).symlink_to(tmp_path / "store" / "3f2a")
+    assert find_files(tmp_path / "data").names == ("a.parquet", "b.parquet")
+
+
 def test_the_same_bytes_under_two_names_are_two_files(tmp_path: Path) -> None:
     filled(tmp_path / "data", "a.parquet")
     (tmp_path / "data" / "b.parquet").hardlink_to(tmp_path / "data" / "a.parquet")

@@ -7,15 +7,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from raytrain_plus.data.generators import draws, seeded
+from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.mixed_order import MixedOrder
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import index
+from raytrain_plus.data.stream import _read_one
 from raytrain_plus.data.transform_block import Rows, with_draws
+from raytrain_plus.errors import TaskError
 from tests.integration.tasks import write_data
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -30,8 +35,6 @@ def test_draws_are_noticed_and_seeded(which: str) -> None:
     draw = DRAWS[which]
     assert draws(draw)
     assert not draws(lambda: np.random.default_rng(0).random())
-    with pytest.raises(ZeroDivisionError):
-        (lambda: 1 / 0)()
     assert draws(lambda: (draw(), 1 / 0))
     before = random.getstate(), torch.get_rng_state()
     found = []
@@ -69,6 +72,37 @@ def test_a_transform_that_draws_from_them_gets_the_numbers_of_its_block(tmp_path
     assert [rows.read(one) for one in reversed(ranges)] == first[::-1]
     other = rows_of(tmp_path / "data", noisy)
     assert [other.read(one) for one in ranges] != first
+
+
+def test_a_few_rows_of_each_source_are_judged(tmp_path: Path) -> None:
+    for name in "ab":
+        write_data(tmp_path / name)
+    seen = mixed_index([index(tmp_path / name) for name in "ab"])
+    units = [source.unit_rows for source in seen.sources]
+    order = MixedOrder(units, [1, 1], shards=2, batch_size=32, seed=3, steps=9)
+    judged: list[int] = []
+
+    def of_the_second(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+        judged.append(table.num_rows)
+        return noisy(table, rng) if len(judged) > 1 else table
+
+    rows = Rows(index=seen, sample_order=order, seed=3, transform=of_the_second, block_rows=64)
+    assert with_draws(rows).draws
+    assert judged == [8, 8]
+
+
+def test_an_error_elsewhere_says_where_the_transform_raised_it(tmp_path: Path) -> None:
+    write_data(tmp_path / "data")
+
+    def bad(table: pa.Table, rng: np.random.Generator) -> pa.Table:
+        raise KeyError("no such word")
+
+    rows = rows_of(tmp_path / "data", bad, draws=True)
+    [one, *_] = rows.sample_order.row_ranges_between(0, 0, 4)
+    with pytest.raises(TaskError, match=r"data\.transform raised KeyError: 'no such word'") as caught:
+        _read_one(cloudpickle.dumps(rows), (), one)
+    assert "in bad" in caught.value.user_traceback
+    assert ".parquet" in caught.value.where
 
 
 def test_rows_that_are_read_elsewhere_are_not_read_here(tmp_path: Path) -> None:

@@ -71,13 +71,27 @@ def test_a_file_that_has_the_column_too_must_agree(tmp_path: Path) -> None:
     assert read(training_data(job(other, columns=["x"]), [])) == {"x": [0, 10]}
 
 
-def test_files_with_other_keys_are_refused(tmp_path: Path) -> None:
+def test_folders_with_other_keys_are_no_columns(tmp_path: Path) -> None:
     root = write(tmp_path / "data", "year=2024", "lang=de")
-    with pytest.raises(DataError, match=r"its folders have the keys year, and those of lang=de/part-0\.parquet lang"):
-        index(root)
     pq.write_table(pa.table({"x": [1]}), write(tmp_path / "beside", "year=2024") / "0.parquet")
-    with pytest.raises(DataError, match=r"the keys year, and those of 0\.parquet none"):
-        index(tmp_path / "beside")
+    for path in (root, tmp_path / "beside"):
+        assert training_data(job(path), []).schema.names == ["x"]
+    with pytest.raises(DataError, match="there is no column 'year'"):
+        training_data(job(root, columns=["x", "year"]), [])
+
+
+def test_columns_of_folders_alone_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="it names columns of folders alone") as caught:
+        training_data(job(write(tmp_path / "data", "year=2024"), columns=["year"]), [])
+    assert "some of x, too" in str(caught.value)
+
+
+def test_values_that_cannot_be_compared_with_a_column_are_not(tmp_path: Path) -> None:
+    root = write(tmp_path / "data", "split=train", split=[[1], [2]])
+    assert read(training_data(job(root), [])) == {"x": [0, 10], "split": [[1], [2]]}
+    dates = write(tmp_path / "dates", "day=2024-02-01", day=pa.array([19754, 19754], pa.date32()))
+    assert training_data(job(dates), []).schema.names == ["x", "day"]
+    read(training_data(job(dates), []))
 
 
 def test_sources_of_a_mix_have_partitions_of_their_own(tmp_path: Path) -> None:

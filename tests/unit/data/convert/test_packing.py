@@ -321,6 +321,17 @@ def test_documents_that_differ_in_another_column_are_other_data(tmp_path: Path, 
     assert differences(made[1].to_json(), made[0].to_json()) == ["the documents have changed"]
 
 
+def test_the_same_documents_packed_by_another_column_are_other_data(tmp_path: Path, saved: Path) -> None:
+    more = [text[::-1] for text in TEXTS]
+    pq.write_table(pa.table({"text": TEXTS, "more": more}), tmp_path / "a.parquet")
+    made = {
+        column: training_data(job_of(saved, path=str(tmp_path / "a.parquet"), pack=16, columns=[column]), [])
+        for column in ("text", "more")
+    }
+    assert rows(made["text"]) != rows(made["more"])
+    assert made["text"].fingerprint != made["more"].fingerprint
+
+
 REFUSED: list[tuple[dict[str, Any], bool, str]] = [
     ({"n": [1.5], "of": [b"x"]}, True, r"no column holds documents\n.* among n \(double\), of \(binary\)"),
     ({"text": ["a"], "more": ["b"], "n": [1]}, True, "2 columns could hold the documents: text, more"),
