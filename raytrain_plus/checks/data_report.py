@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from raytrain_plus.data.dataset import training_data
+from raytrain_plus.data.dataset import both_data
 from raytrain_plus.data.of_job import MixedSource, keeps_rows, mixed_sources, read_factor_of, sample_order_of
 from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable, prepare_data
@@ -128,12 +128,13 @@ def _more(column: Column, report: DataReport) -> str:
 def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
     """Read some row groups of a job's data, which is prepared or converted first, and say what a run would read.
 
-    Raises `DataError` for data that cannot be read, and `TaskError` if `data.prepare` fails.
+    Raises `DataError` for data that cannot be read, or held-out data with other columns, and `TaskError` if
+    `data.prepare` fails.
     """
     search = [Path.cwd(), *roots]
     check_preparable(job, search)
     prepare_data(job, search)
-    seen = training_data(job, search)
+    seen, _ = both_data(job, search)
     order, units, wanted = sample_order_of(job, seen), len(seen.unit_rows), list[pa.Table]()
     start, read = time.perf_counter(), 0
     for unit in range(units):

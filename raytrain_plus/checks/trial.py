@@ -15,10 +15,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raytrain_plus.data.dataset import held_out_data, training_data
+from raytrain_plus.data.dataset import both_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.prepare import LOCK_S, prepare_data
-from raytrain_plus.data.source import alike
 from raytrain_plus.data.transform_block import with_draws
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
@@ -61,11 +60,9 @@ class TryingHere:
 
         job = self._job
         code = load_user_code(job, self._search)
-        seen, held_out = training_data(job, self._search), None
-        if job.evaluate is not None:
-            seen, tested = alike(seen, held_out_data(job, self._search))
-            held_out = held_out_rows_of(job, tested, code.transform)
+        seen, tested = both_data(job, self._search)
         rows = with_draws(rows_of(job, seen, code.transform))
+        held_out = None if tested is None else held_out_rows_of(job, tested, code.transform)
         return try_on_cpu(job, code.task, rows, held_out and replace(held_out, draws=rows.draws))
 
 

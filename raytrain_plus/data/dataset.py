@@ -32,7 +32,16 @@ from raytrain_plus.data.mixed_index import mixed_index
 from raytrain_plus.data.partitions import columns_of
 from raytrain_plus.data.read_types import chosen, explicit, narrowed
 from raytrain_plus.data.repository import only_split
-from raytrain_plus.data.source import Index, Origin, alike, index, index_items, read_with, with_tokenizer
+from raytrain_plus.data.source import (
+    Index,
+    Origin,
+    alike,
+    check_own_labels,
+    index,
+    index_items,
+    read_with,
+    with_tokenizer,
+)
 from raytrain_plus.data.user_dataset import open_dataset
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
@@ -210,4 +219,6 @@ def _rows(
     if found.origin is not None and found.origin.format in TEXTS and not older:
         found = read_with(found, narrowed(found.schema, explicit(columns)))
     found = replace(found, older=older)
+    if not older:
+        check_own_labels(found)
     return found if pack is None else packed(found, pack, job.data.tokenizer)

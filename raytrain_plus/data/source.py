@@ -107,6 +107,10 @@ class Index:
     """The sources of a mix; see `data.mixed_index`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     """For each column of Hugging Face's class labels, the names of the classes, in the order of their numbers."""
+    relabelled: tuple[str, Mapping[str, Sequence[str]]] | None = field(default=None, compare=False)
+    """The first file whose class labels differ from those of the first file, and its labels."""
+    column_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """For each column, the approximate decoded bytes of its values in the first unit; empty if nobody knows."""
     read_as: pa.Schema | None = field(default=None, compare=False)
     """The columns and types that rows are read with, if others than those of the files."""
     older: bool = field(default=False, compare=False)
@@ -186,6 +190,8 @@ def index(path: str | Place) -> Index:
     marks: list[tuple[int, str, tuple[int, ...]]] = []
     sights: list[Sight] = []
     labels: Mapping[str, Sequence[str]] = {}
+    relabelled: tuple[str, Mapping[str, Sequence[str]]] | None = None
+    column_bytes: Mapping[str, int] = {}
     # Each is a round trip if the files are remote.
     looked_at = in_parallel(_looked_at, found.places)
     for number, (name, (sight, metadata, footer)) in enumerate(zip(found.names, looked_at, strict=True)):
@@ -196,12 +202,16 @@ def index(path: str | Place) -> Index:
         digest.update(f"{name}\0{size}\0".encode())
         digest.update(bytes.fromhex(marks[-1][1]))
         stored = metadata.schema.to_arrow_schema()
-        labels = labels or labels_in(stored.metadata or {})
+        found_labels = labels_in(stored.metadata or {})
+        labels = labels or found_labels
+        if relabelled is None and found_labels and found_labels != labels:
+            relabelled = name, found_labels
         schemas.append(stored.remove_metadata())
         row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
         for group in range(metadata.num_row_groups):
             entry = metadata.row_group(group)
             if entry.num_rows:
+                column_bytes = column_bytes or _column_bytes(entry, schemas[-1])
                 units.append((number, group, entry.num_rows, max(entry.total_byte_size, entry.num_rows * row_bytes)))
     check_one_table([str(file) for file in found.places], schemas)
     if ROW_ID in schemas[0].names:
@@ -230,6 +240,8 @@ def index(path: str | Place) -> Index:
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
         labels=labels,
+        relabelled=relabelled,
+        column_bytes=column_bytes,
         partitions=partitions_in(found.names),
     )
 
@@ -239,7 +251,25 @@ def read_with(data: Index, schema: pa.Schema) -> Index:
     if schema.equals(data.schema):
         return data
     sources = tuple(read_with(source, schema) for source in data.sources)
-    return replace(data, schema=schema, read_as=None if sources else schema, sources=sources)
+    share = _share(data, schema)
+    return replace(
+        data,
+        schema=schema,
+        read_as=None if sources else schema,
+        sources=sources,
+        unit_bytes=tuple(size for source in sources for size in source.unit_bytes)
+        or tuple(round(size * share) for size in data.unit_bytes),
+    )
+
+
+def _share(data: Index, schema: pa.Schema) -> float:
+    """Return the bytes of rows that are read with these columns and types, over those of rows as they are."""
+    sizes = data.column_bytes
+    if not sizes:
+        return 1.0
+    kinds = {one.name: _least_bytes(one.type) for one in data.schema}
+    wanted = (sizes[one.name] / kinds[one.name] * _least_bytes(one.type) for one in schema if one.name in sizes)
+    return sum(wanted) / sum(sizes.values())
 
 
 def alike(seen: Index, held_out: Index) -> tuple[Index, Index]:
@@ -328,18 +358,26 @@ def check_alike(seen: Index, held_out: Index) -> None:
 
 def check_labels(seen: Index, other: Index, where: str) -> None:
     """Raise `DataError` if a class label of Hugging Face's has another number in other data, which is at `where`."""
-    if seen.sources:
-        check_labels(seen.sources[0], other, where)
-        return
-    for name in seen.labels.keys() & other.labels.keys() & {*seen.schema.names}:
-        mine, theirs = list(seen.labels[name]), list(other.labels[name])
+    _check_labels(seen.sources[0] if seen.sources else seen, other.labels, where)
+
+
+def check_own_labels(data: Index) -> None:
+    """Raise `DataError` if a class label of Hugging Face's has another number in another file."""
+    if data.relabelled is not None:
+        name, labels = data.relabelled
+        _check_labels(data, labels, f"{data.root}/{name}")
+
+
+def _check_labels(seen: Index, labels: Mapping[str, Sequence[str]], where: str) -> None:
+    for name in seen.labels.keys() & labels.keys() & {*seen.schema.names}:
+        mine, theirs = list(seen.labels[name]), list(labels[name])
         if mine != theirs:
             at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1), None)
             differ = f"{len(theirs)}, not {len(mine)}" if at is None else f"{at} is '{theirs[at]}', not '{mine[at]}'"
             raise DataError(
-                f"the classes of '{name}' have other numbers than in the training data: {differ}",
+                f"the classes of '{name}' have other numbers than in {seen.named}: {differ}",
                 where=where,
-                expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}, as in {seen.named}",
+                expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}",
                 remedy=f"cast it with datasets' cast_column('{name}', ClassLabel(names=[...])), or leave it out of "
                 "data.columns",
             )
@@ -552,6 +590,19 @@ def _least_bytes(kind: pa.DataType) -> int:
         return max(1, int(kind.bit_width) // 8)
     except ValueError:
         return 4
+
+
+def _column_bytes(group: pq.RowGroupMetaData, schema: pa.Schema) -> dict[str, int]:
+    """Return the approximate decoded bytes of each column of a row group: see `Index.unit_bytes`."""
+    found = {one.name: _least_bytes(one.type) * group.num_rows for one in schema}
+    stored = dict.fromkeys(found, 0)
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        # A column's name may have dots, and those of lists and structs continue.
+        name = next((name for name in found if f"{chunk.path_in_schema}.".startswith(f"{name}.")), None)
+        if name is not None:
+            stored[name] += chunk.total_uncompressed_size
+    return {name: max(size, stored[name]) for name, size in found.items()}
 
 
 def _looked_at(file: Place) -> tuple[Sight, pq.FileMetaData, bytes]:

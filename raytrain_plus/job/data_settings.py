@@ -19,8 +19,8 @@ class Data:
 
     In a pattern, `*`, `?` and `[...]` match within one name and `**` matches any number of folders:
     `data/*.parquet`, `data/2024-*/part-*.parquet`, `data/**/*.parquet`. The files that match, sorted by name, are one
-    dataset. Names that begin with . or _ are ignored, and links are followed. Relative paths start at the working
-    directory.
+    dataset. Names that begin with . or _ are ignored, and links are followed: those that lead to a file of the data
+    itself, in a circle or to nothing are an error. Relative paths start at the working directory.
 
     An address such as `s3://bucket/rows/*.parquet?region=eu-west-1` names files in remote storage, with the schemes and
     settings of `storage`. Parquet is read there, one row group at a time; other formats are copied to each node first.

@@ -16,11 +16,11 @@ import cloudpickle
 import yaml
 
 from raytrain_plus.controller.order import Order
-from raytrain_plus.data.dataset import TEXTS, held_out_data, training_data
+from raytrain_plus.data.dataset import TEXTS, both_data
 from raytrain_plus.data.differences import differences
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import READING, Index, alike, check_enough, check_restored, linked_folders
+from raytrain_plus.data.source import Index, check_enough, check_restored, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -32,7 +32,7 @@ from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, TASK, check_writable, earlier_result, run_exists
-from raytrain_plus.runs.history import Past, load_history
+from raytrain_plus.runs.history import Past, is_older, load_history
 from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
@@ -81,7 +81,7 @@ def order_of(
     check_installed(job.trackers)
     code = load_user_code(job, search)
     pickled = _task_to_send(job)
-    older = run_exists(folder) and not fresh and _is_older(folder)
+    older = run_exists(folder) and not fresh and is_older(folder)
     seen, held_out = _look_at_data(job, search, older=older)
     steps = sample_order_of(job, seen).steps
     check_profiled(job, steps)
@@ -319,15 +319,6 @@ def _task_to_send(job: Job) -> bytes | None:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_older(folder: Folder) -> bool:
-    """Return whether a version began this run that read rows otherwise: see `source.READING`."""
-    try:
-        return READING not in read_object(folder, DATASET, "", _DATASET)
-    except (FileNotFoundError, InputError):
-        # What is wrong with it is said later.
-        return False
-
-
 def _is_read_otherwise(data: Index) -> bool:
     return data.partitions is not None or (data.origin is not None and data.origin.format in TEXTS)
 
@@ -335,19 +326,16 @@ def _is_read_otherwise(data: Index) -> bool:
 def _look_at_data(job: Job, roots: Sequence[Path], *, older: bool) -> tuple[Index, Index | None]:
     check_preparable(job, roots)
     prepare_data(job, roots)
-    seen = training_data(job, roots, older=older)
+    seen, held_out = both_data(job, roots, older=older)
     if older and any(_is_read_otherwise(one) for one in (seen, *seen.sources)):
         print(
             "warning: this run was begun by an older version: as before, fractions of text formats are float64, and "
             "the names of folders no columns",
             file=sys.stderr,
         )
-    check_enough(seen, job.data.shards)
-    if job.evaluate is None:
-        return seen, None
-    held_out = held_out_data(job, roots, older=older)
-    check_enough(held_out, job.data.shards)
-    return alike(seen, held_out)
+    for one in filter(None, (seen, held_out)):
+        check_enough(one, job.data.shards)
+    return seen, held_out
 
 
 def _versions() -> dict[str, str]:

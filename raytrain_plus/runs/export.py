@@ -15,15 +15,17 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain_plus.data.dataset import training_data
+from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
+from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import without_ids
-from raytrain_plus.errors import DamagedError, InputError, first_line
+from raytrain_plus.errors import DamagedError, DataError, InputError, first_line
+from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.membership.units import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
-from raytrain_plus.runs.history import load_history
+from raytrain_plus.runs.history import is_older, load_history
 from raytrain_plus.state.checkpoint import Found, read_tensors
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
@@ -262,7 +264,7 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     assert isinstance(job.task, str)
     manifest, weights = weights_of(run, which)
     code = load_user_code(job, roots)
-    seen = training_data(job, roots)
+    seen = _as_trained(run, job, roots)
     sample_order = sample_order_of(job, seen)
     set_random_key(random_key(job.seed, "task"))
     task = task_of(job, code.task, sample_order.steps)
@@ -296,6 +298,16 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
         ) from error
     _whole(to, lambda part: torch.export.save(program, part))
     return manifest
+
+
+def _as_trained(run: Folder, job: Job, roots: Sequence[Path]) -> Index:
+    """Return the training data with the types that the run read, to which held-out data may have added."""
+    older = is_older(run)
+    try:
+        return both_data(job, roots, older=older)[0]
+    except DataError:
+        # The held-out data may be gone.
+        return training_data(job, roots, older=older)
 
 
 def _whole(to: Path, write: Any) -> None:

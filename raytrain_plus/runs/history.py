@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.data.parts import FOLDER as LEDGER
+from raytrain_plus.data.source import READING
+from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.runs.folder import claims_of
+from raytrain_plus.runs.folder import DATASET, claims_of
 from raytrain_plus.state.checkpoint import Found, survey
+from raytrain_plus.storage import json_shape as has
+from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
 
 
@@ -47,6 +51,15 @@ class Past:
     """The checkpoints, complete or not, newest first."""
     entered: tuple[tuple[int, int], ...] = ()
     """(generation, first step) of each part of the ledger, without those whose first step is void."""
+
+
+def is_older(run: Folder) -> bool:
+    """Return whether a version began this run that read rows otherwise: see `data.source.READING`."""
+    try:
+        return READING not in read_object(run, DATASET, "", has.object_of())
+    except (FileNotFoundError, InputError):
+        # What is wrong with it is said by those who need it.
+        return False
 
 
 def load_history(run: Folder) -> Past:

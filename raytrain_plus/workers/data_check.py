@@ -46,6 +46,7 @@ def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
         read_as=expected.read_as,
         older=expected.older,
         partitions=expected.partitions,
+        unit_bytes=expected.unit_bytes,
     )
     return seen if first is None else replace(seen, file_sights=first)
 

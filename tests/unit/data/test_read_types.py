@@ -59,6 +59,20 @@ def test_a_job_reads_the_columns_that_it_names_in_that_order(tmp_path: Path) -> 
     assert training_data(job(file), []).fingerprint == found.fingerprint
 
 
+def test_the_size_of_rows_is_that_of_the_columns_that_are_read(tmp_path: Path) -> None:
+    pictures = [bytes(range(256)) * 40 + bytes([row]) for row in range(64)]
+    file = parquet(
+        tmp_path / "a.parquet", **{"a.b": pictures, "x": [0.5] * 64, "list": [[row, row] for row in range(64)]}
+    )
+    [whole] = training_data(job(file), []).unit_bytes
+    assert whole > 64 * 10_000
+    assert training_data(job(file, columns=["a.b"]), []).unit_bytes[0] == pytest.approx(whole, rel=0.01)
+    [numbers] = training_data(job(file, columns=["x"]), []).unit_bytes
+    assert numbers == pytest.approx(64 * 8, rel=0.3)
+    [halves] = training_data(job(file, columns={"x": "float32"}), []).unit_bytes
+    assert halves == pytest.approx(numbers / 2, rel=0.01)
+
+
 def test_a_column_that_is_not_there_or_does_not_fit_is_named(tmp_path: Path) -> None:
     file = parquet(tmp_path / "a.parquet", x=["a", "1"])
     with pytest.raises(DataError, match=r"there is no column 'xs' at .*a\.parquet") as caught:
