@@ -15,6 +15,7 @@ from raytrain_plus.install.check import Check
 from raytrain_plus.install.gpu_probe import probe_nvml, probe_torch
 from raytrain_plus.install.gpus import gpu_checks
 from raytrain_plus.install.horovod import missing_tools
+from raytrain_plus.install.ray_folder import LONGEST, SHORT, ray_folder
 from raytrain_plus.install.state import probe
 
 _NEEDED = {"ray": (2, 55), "torch": (2, 10), "pyarrow": (17, 0), "numpy": (1, 26)}
@@ -80,6 +81,16 @@ def _machine() -> Iterator[Check]:
                 "shared memory", "WARN", f"{size:.2f} GiB; Ray's object store will use disk", "docker run --shm-size=2g"
             )
         )
+    yield (
+        Check("Ray's folder", "PASS", "its sockets fit")
+        if ray_folder() is None
+        else Check(
+            "Ray's folder",
+            "WARN",
+            f"TMPDIR has more than {LONGEST} characters, too many for Ray's sockets; a run's own Ray takes {SHORT}",
+            f"export RAY_TMPDIR={SHORT}, before ray start",
+        )
+    )
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield (
         Check("open files", "PASS", f"{soft}")

@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from raytrain_plus.controller.actor import Controller
 from raytrain_plus.controller.order import Driver, Order
 from raytrain_plus.errors import InputError, RunError, first_line
+from raytrain_plus.install.ray_folder import ray_folder
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_of
 from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
@@ -102,14 +103,13 @@ def _our_own_ray(job: Job) -> Iterator[None]:
     before = set(psutil.Process().children())
     with reaper() as over_it:
         try:
-            with _answering("local", "see Ray's own message"), _starting(), outliving_this_process():
-                ray.init(
-                    address="local",
-                    num_cpus=max(1, math.ceil((most_workers(job) + job.workers.spares) * job.workers.cpus)),
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                    _system_config=settings_of_our_own_ray(),
-                )
+            try:
+                _start_ray(job)
+            except RunError as error:
+                # Most often the machine was only busy.
+                print(f"{first_line(error)}; trying once more", file=sys.stderr)
+                _end_a_start(set(psutil.Process().children()) - before)
+                _start_ray(job)
         finally:
             # Includes the processes of a start that failed.
             over_it.mind(_rays_own(set(psutil.Process().children()) - before), socket_of_our_own_ray())
@@ -117,6 +117,32 @@ def _our_own_ray(job: Job) -> Iterator[None]:
             yield
         finally:
             end_our_own_ray()
+
+
+def _start_ray(job: Job) -> None:
+    with (
+        _answering("local", "see Ray's own message; RAY_TMPDIR names another folder for its files"),
+        _starting(),
+        outliving_this_process(),
+    ):
+        ray.init(
+            address="local",
+            num_cpus=max(1, math.ceil((most_workers(job) + job.workers.spares) * job.workers.cpus)),
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=ray_folder(),
+            _system_config=settings_of_our_own_ray(),
+        )
+
+
+def _end_a_start(processes: set[psutil.Process]) -> None:
+    """End what a start of Ray has left that failed."""
+    ray.shutdown()
+    left = _rays_own(processes)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=KNOCK_S)
 
 
 def _rays_own(processes: set[psutil.Process]) -> list[psutil.Process]:

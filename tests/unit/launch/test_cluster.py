@@ -18,9 +18,11 @@ from ray._raylet import AuthenticationTokenLoader
 from ray.exceptions import AuthenticationError, GetTimeoutError
 
 from raytrain_plus import Data, InputError, Job, RunError
+from raytrain_plus.install.ray_folder import LONGEST, ray_folder
 from raytrain_plus.launch import cluster
 from raytrain_plus.launch.cluster import connected, joined
 from raytrain_plus.launch.ray_jobs import Jobs
+from raytrain_plus.ray_compat import socket_of_our_own_ray
 
 JOB = Job(name="n", task="t:T", steps=1, data=Data(path="data", batch_size=8))
 MISMATCH = "Version mismatch: The cluster was started with:\n    Ray: 2.59.0\n    Python: 3.10.1\nThis process: ..."
@@ -40,6 +42,44 @@ def test_another_version_of_ray_or_python_is_reported(monkeypatch: pytest.Monkey
         ):
             pass
     assert address in str(told.value)
+
+
+def test_a_ray_that_does_not_start_in_time_is_started_once_more(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started = []
+
+    def init(**_: Any) -> None:
+        started.append(1)
+        if len(started) in failing:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    failing = {1}
+    with connected(JOB, None):
+        assert len(started) == 2
+    said = capsys.readouterr().err
+    assert "Ray did not start on this machine: The current node timed out during startup.; trying once more" in said
+    started.clear()
+    failing = {1, 2}
+    with pytest.raises(RunError, match="try again when the machine is less busy"), connected(JOB, None):
+        pass
+    assert len(started) == 2
+
+
+def test_sockets_of_a_run_s_own_ray_fit_whatever_the_temporary_folder_is_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("a" * 60)
+    long.mkdir()
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("TMPDIR", str(long))
+    with connected(JOB, None):
+        assert socket_of_our_own_ray().startswith("/tmp/ray/")
+    assert ray_folder({"TMPDIR": "x" * (LONGEST + 1)}) == "/tmp/ray"
+    assert ray_folder({"TMPDIR": "x" * LONGEST}) is ray_folder({}) is None
+    assert ray_folder({"TMPDIR": "x" * 99, "RAY_TMPDIR": "/t"}) is None
 
 
 @pytest.mark.parametrize("address", ["ray://head:10001", "http://head:8265"])
