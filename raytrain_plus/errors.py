@@ -33,11 +33,20 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def _told(text: str) -> str:
+    """Return text without credentials, and with the bytes of a file's name that are not UTF-8 as `\\xe9`."""
+    try:
+        name = text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        name = text.encode(errors="backslashreplace")
+    return without_credentials(name.decode(errors="backslashreplace"))
+
+
 class RaytrainError(Exception):
     """Base of all errors raised on purpose; they can be pickled between processes."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
+        super().__init__(*(_told(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class InputError(RaytrainError):
@@ -49,7 +58,7 @@ class InputError(RaytrainError):
 
     def __init__(self, what: str, where: str = "", expected: str = "", remedy: str = "") -> None:
         super().__init__(what, where, expected, remedy)
-        self.what, self.where, self.expected, self.remedy = map(without_credentials, (what, where, expected, remedy))
+        self.what, self.where, self.expected, self.remedy = map(_told, (what, where, expected, remedy))
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what

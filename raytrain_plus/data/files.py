@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 
 from raytrain_plus.data.tree import Tree, check_apart, check_no_circle, is_hidden, tree_of
 from raytrain_plus.errors import DataError
-from raytrain_plus.storage.place import Place, RemotePath
+from raytrain_plus.storage.place import Place, RemotePath, is_utf8
 
 _RECURSIVE = "**"
 """The part of a pattern that matches any number of folders, also none."""
@@ -85,6 +85,9 @@ def is_file(path: Place) -> bool:
 def _found(tree: Tree, root: Place, files: Sequence[Place]) -> DataFiles:
     names = sorted({_below(file, root).as_posix() for file in files})
     if isinstance(root, Path):
+        for file in files:
+            if not is_utf8(file):
+                raise DataError("the name is not UTF-8 text", where=str(file), remedy="rename the file or folder")
         check_apart(root, [root / name for name in names])
     return DataFiles(root, tuple(names), tuple(tree.found(root / name) for name in names))
 

@@ -25,6 +25,7 @@ import torch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.secret_refs import resolved
 from raytrain_plus.job.settings import Job
+from raytrain_plus.storage.place import is_utf8
 from raytrain_plus.task import RunFacts, Task
 
 
@@ -50,6 +51,10 @@ class UserCode:
 
 def load_user_code(job: Job, roots: Sequence[Path]) -> UserCode:
     """Import the job's task, transform and collate function, searching `roots` first. Raises `TaskError`."""
+    for root in roots:
+        # Ray sends the working directory's name as text.
+        if not is_utf8(root):
+            raise TaskError("the name of the folder is not UTF-8 text", where=str(root), remedy="rename it")
     transform, collate = job.data.transform, job.data.collate
     if collate is not None and ":" in collate:
         load_function(collate, roots)

@@ -233,7 +233,7 @@ class _YamlReader:
         if kind not in _SCALARS:
             self._check_tag(node, "str", dotted)
         if re.search("[\ud800-\udfff]", text):
-            self._problem("the text contains half of a surrogate pair, which is not a valid character", node, dotted)
+            self._problem("the text is not UTF-8, or holds half of a surrogate pair", node, dotted)
         return text
 
     def _check_tag(self, node: yaml.Node, kind: str, dotted: str) -> None:

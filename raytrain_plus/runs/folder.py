@@ -34,6 +34,7 @@ from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.document import parse_object, read_object
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.place import is_utf8
 from raytrain_plus.storage.probe import keeps_others_out
 
 JOB = "job.yaml"
@@ -66,6 +67,12 @@ def check_writable(where: str | Path) -> Folder:
     Raises `InputError` if the path or address is invalid, or nothing can be written there.
     """
     shown = "" if is_address(where) else str(where)
+    if not is_address(where) and not is_utf8(Path(where).absolute()):
+        raise InputError(
+            "the name of the storage folder is not UTF-8 text",
+            where=f"storage: {Path(where).absolute()}",
+            remedy="rename it, or choose another folder (--set storage=...)",
+        )
     try:
         storage = open_folder(where)
         shown = storage.where

@@ -171,6 +171,15 @@ Place: TypeAlias = Path | RemotePath
 """A file, folder or pattern, on this machine or in remote storage."""
 
 
+def is_utf8(path: Place) -> bool:
+    """Return whether a path is UTF-8: Linux takes any bytes as a name, and Arrow, JSON and Ray's messages take text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def place_of(where: str | Place) -> Place:
     """Return the absolute path, or the remote one, that a path or an address names.
 

@@ -30,19 +30,18 @@ def default_cache() -> Path:
     homes = [Path(shared)] if (shared := os.environ.get("XDG_CACHE_HOME")) else []
     with contextlib.suppress(RuntimeError, KeyError):
         homes.append(Path.home() / ".cache")
-    home = next((one for one in homes if one.is_absolute() and _writable(one)), None)
-    if home is not None:
-        return home / "raytrain_plus" / "data"
-    return Path(tempfile.gettempdir()) / f"raytrain_plus-{os.getuid()}" / "data"
+    made = (one / "raytrain_plus" / "data" for one in homes if one.is_absolute())
+    found = next(filter(_writable, made), None)
+    return found or Path(tempfile.gettempdir()) / f"raytrain_plus-{os.getuid()}" / "data"
 
 
 def _writable(folder: Path) -> bool:
-    """Return whether this process can make a folder, or write to it."""
+    """Make a folder, and return whether this process can write to it."""
     try:
-        there = next(one for one in (folder, *folder.parents) if one.exists())
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return False
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:

@@ -23,12 +23,7 @@ from raytrain_plus.data.convert.formats import SAVED, SAVED_INFO, SAVED_SPLITS, 
 from raytrain_plus.data.convert.image_files import ImageFiles
 from raytrain_plus.data.convert.jsonl import JsonLines
 from raytrain_plus.data.convert.lance_rows import LanceRows, lance_files
-from raytrain_plus.data.convert.parts import (
-    Parts,
-    Progress,
-    begin_again,
-    load_progress,
-)
+from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, load_progress, unwritable
 from raytrain_plus.data.convert.records import Records, Unfit
 from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_of, named_remotely, remove_copies
 from raytrain_plus.data.convert.tar_samples import TarSamples
@@ -206,14 +201,30 @@ def _write_all(files: Sequence[Path], reader: Records, partial: Path, told: Told
     """Write all parts, or those that an earlier process has left."""
     progress = load_progress(partial)
     if progress is None:
-        progress = begin_again(partial, Progress.of(reader.schema(files, whole=False)))
+        progress = begin_again(partial, Progress.of(_columns(reader, files, whole=False)))
     try:
         _write(files, reader, partial, progress, told)
     except Unfit as unfit:
-        whole = reader.schema(files, whole=True)
+        whole = _columns(reader, files, whole=True)
         if whole == progress.columns:
             raise unfit.error from None
         _write(files, reader, partial, begin_again(partial, Progress.of(whole)), told)
+
+
+def _columns(reader: Records, files: Sequence[Path], *, whole: bool) -> pa.Schema:
+    """Return the columns of all files; see `Records.schema`. Raises `DataError` for one that Parquet cannot hold."""
+    columns = reader.schema(files, whole=whole)
+    names = unwritable(columns)
+    if names and not whole:
+        # Other rows may have values there.
+        return _columns(reader, files, whole=True)
+    if names:
+        raise DataError(
+            f"column '{names[0]}' is {columns.field(names[0]).type}, which Parquet cannot hold",
+            where=str(files[0] if len(files) == 1 else files[0].parent),
+            remedy="write values of a plain type there, or remove the column",
+        )
+    return columns
 
 
 def _check_unchanged(path: Place, format_: Format, target: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +19,8 @@ from raytrain_plus.data.convert.lines import BLOCK_BYTES, compression_of
 from raytrain_plus.data.convert.records import Block, Unfit
 from raytrain_plus.errors import DataError, first_line
 
+_BLOCKS = (BLOCK_BYTES, 64 << 20, 1 << 30)
+"""Bytes of a block. A block must hold a whole row: if one does not, the file is read in larger blocks from there on."""
 _LINE = re.compile(r"(?:Row|row) #(\d+)")
 _TABS = re.compile(r"\.tsv(\.(gz|bz2|zst))?$")
 _WRITTEN = (
@@ -48,19 +50,42 @@ class CsvRows:
 
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
         """See `records.Records`."""
-        at = 0
-        with _opened(file) as (raw, batches):
-            for batch in batches:
-                first, at = at, at + batch.num_rows
-                if at > begin:
-                    table = _typed(pa.Table.from_batches([batch]).slice(max(0, begin - first)), schema, file)
-                    yield Block(table, max(first, begin), raw.tell())
+        for size in _BLOCKS:
+            try:
+                for block in _blocks(file, schema, begin, size):
+                    begin = block.begin + block.table.num_rows
+                    yield block
+                return
+            except _LongRow:
+                if size == _BLOCKS[-1]:
+                    raise
+
+
+class _LongRow(DataError):
+    """A row is longer than a block."""
+
+
+def _blocks(file: Path, schema: pa.Schema, begin: int, size: int) -> Iterator[Block]:
+    at = 0
+    with _opened(file, size) as (raw, batches):
+        for batch in batches:
+            first, at = at, at + batch.num_rows
+            if at > begin:
+                table = _typed(pa.Table.from_batches([batch]).slice(max(0, begin - first)), schema, file)
+                yield Block(table, max(first, begin), raw.tell())
 
 
 def _schema(file: Path, whole: bool) -> pa.Schema:
     """Return the columns of a file, by its first block or by all: those whose blocks differ are text, or fractions."""
+    for size in _BLOCKS[:-1]:
+        with suppress(_LongRow):
+            return _schema_by(file, whole, size)
+    return _schema_by(file, whole, _BLOCKS[-1])
+
+
+def _schema_by(file: Path, whole: bool, size: int) -> pa.Schema:
     found: dict[str, pa.DataType | None] = {}
-    with _opened(file) as (_, batches):
+    with _opened(file, size) as (_, batches):
         names: list[str] = batches.schema.names
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -139,10 +164,13 @@ def _typed(table: pa.Table, schema: pa.Schema, file: Path) -> pa.Table:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingReader]]:
-    """Open a file; yield it, and its rows as text. Raises `DataError` if it cannot be read."""
+def _opened(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingReader]]:
+    """Open a file; yield it, and its rows as text, in blocks of so many bytes.
+
+    Raises `_LongRow` if a block holds no whole row, and `DataError` if the file cannot be read.
+    """
     parsing = pa.csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)
-    reading = pa.csv.ReadOptions(block_size=BLOCK_BYTES)
+    reading = pa.csv.ReadOptions(block_size=size)
     try:
         with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
             first = pa.csv.open_csv(stream, reading, parsing).schema.names
@@ -157,6 +185,13 @@ def _opened(file: Path) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingRead
 
 def _fault(file: Path, error: pa.ArrowInvalid) -> DataError:
     text = first_line(error)
+    if "straddl" in text:
+        what = f"a row is longer than {_BLOCKS[-1] >> 30} GiB"
+        return _LongRow(what, str(file), remedy="write the rows as JSON Lines or Parquet, or shorten this one")
+    if "Empty CSV file" in text:
+        return DataError(
+            "is empty", str(file), expected="a line with the names of the columns", remedy="write it, or move the file"
+        )
     found = _LINE.search(text)
     where = f"{file}, line {found.group(1)}" if found else str(file)
     text = re.sub(r"^(CSV parse error: )?(Row #\d+: )?", "", text)

@@ -18,8 +18,10 @@ from raytrain_plus.data.convert.lines import LineBlock, in_order, line_blocks, l
 from raytrain_plus.data.convert.records import Block, Unfit
 from raytrain_plus.errors import DataError, first_line
 
-_CHANGED = re.compile(r"Column\(/(?P<name>.*)\) (?P<how>changed from .*) in row (?P<row>\d+)")
-"""pyarrow's message about a value of another type than those before; it counts rows of the block from 0."""
+_AT = re.compile(r" in row (?P<row>\d+)$")
+"""The end of pyarrow's messages: it counts rows of the block from 0."""
+_CHANGED = re.compile(r"Column\(/(?P<name>.*)\) (?P<how>changed from .*)")
+"""pyarrow's message about a value of another type than those before."""
 _EXACT = 2**53
 """Up to here a fraction holds every whole number exactly."""
 
@@ -61,7 +63,7 @@ def _parsed(file: Path, block: LineBlock, schema: pa.Schema | None) -> pa.Table:
     text_of(file, block)
     try:
         table = pa.json.read_json(pa.BufferReader(block.content), reading, parsing)
-    except pa.ArrowInvalid as error:
+    except pa.ArrowException as error:
         raise _fault(file, block, schema, error) from None
     large = [one.name for one in table.schema if pa.types.is_floating(one.type) and _has_large(table.column(one.name))]
     if large:
@@ -87,10 +89,13 @@ def _check_exact(file: Path, block: LineBlock, fractions: Sequence[str]) -> None
                 )
 
 
-def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.ArrowInvalid) -> Exception:
+def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.ArrowException) -> Exception:
     """Return what is wrong with a block: a line that is no JSON object, or values of another type than before."""
     number, rows = line_number(file, block.begin), 0
-    changed = _CHANGED.fullmatch(_plain_text(error))
+    text = _plain_text(error)
+    at_row = _AT.search(text)
+    text, row = (text, None) if at_row is None else (text[: at_row.start()], int(at_row["row"]))
+    changed = _CHANGED.fullmatch(text)
     for at, line in enumerate(block.content.splitlines(), number):
         if not line.strip():
             continue
@@ -106,7 +111,7 @@ def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.Arr
                 expected='{"column": value, ...}',
                 remedy="write each row as an object on a line of its own",
             )
-        if changed and rows == int(changed["row"]) + 1:
+        if rows - 1 == row and changed:
             what = f"column '{changed['name']}' {changed['how']}"
             refused = DataError(what, where, remedy="give the column one type in all lines")
             # All rows together may have a type.
@@ -115,9 +120,12 @@ def _fault(file: Path, block: LineBlock, schema: pa.Schema | None, error: pa.Arr
         if schema is not None:
             try:
                 _parsed_line(line, schema)
-            except pa.ArrowInvalid as unfit:
-                return Unfit(DataError(_plain_text(unfit), where, expected=_columns_text(schema)))
-    return DataError(_plain_text(error), f"{file}, from line {number}")
+            except pa.ArrowException as unfit:
+                what = _AT.sub("", _plain_text(unfit))
+                return Unfit(DataError(what, where, expected=_columns_text(schema)))
+        if rows - 1 == row:
+            return DataError(text, where, remedy="correct the line, or remove it")
+    return DataError(text, f"{file}, from line {number}", remedy="correct the lines from there on")
 
 
 def _parsed_line(line: bytes, schema: pa.Schema) -> None:
@@ -125,7 +133,7 @@ def _parsed_line(line: bytes, schema: pa.Schema) -> None:
     pa.json.read_json(pa.BufferReader(line), pa.json.ReadOptions(use_threads=False), parsing)
 
 
-def _plain_text(error: pa.ArrowInvalid) -> str:
+def _plain_text(error: pa.ArrowException) -> str:
     return first_line(error).removeprefix("JSON parse error: ")
 
 

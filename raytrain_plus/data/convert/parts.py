@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import math
 import os
@@ -121,6 +122,17 @@ def save_progress(folder: Path, progress: Progress) -> None:
     made = folder / f"{PROGRESS}.new"
     made.write_text(json.dumps(asdict(progress)))
     os.replace(made, folder / PROGRESS)
+
+
+def unwritable(columns: pa.Schema) -> list[str]:
+    """Return the columns of a type that Parquet cannot hold, such as objects without any key."""
+    found = []
+    for column in columns:
+        try:
+            pq.ParquetWriter(io.BytesIO(), pa.schema([column])).close()
+        except pa.ArrowNotImplementedError:
+            found.append(column.name)
+    return found
 
 
 class Parts:

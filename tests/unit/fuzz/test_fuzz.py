@@ -94,8 +94,8 @@ GOOD = f"task: {jobs.TASK}\nsteps: 2\ndata: {{path: data, batch_size: 8}}\n"
         ('args: {x: "\\UFFFFFFFF"}', [], "is not valid YAML: an escape is not a valid character"),
         ('args: {x: "\\U00110000"}', [], "is not valid YAML: an escape is not a valid character"),
         # Accepted, and a traceback later, when it was written or printed.
-        ('args: {x: "\\uD800"}', [], "job.yaml:4:11 args.x: the text contains half of a surrogate pair"),
-        ("", ['data.path="\\uDFFF"'], "data.path: the text contains half of a surrogate pair"),
+        ('args: {x: "\\uD800"}', [], "job.yaml:4:11 args.x: the text is not UTF-8, or holds half of a surrogate pair"),
+        ("", ['data.path="\\uDFFF"'], "data.path: the text is not UTF-8, or holds half"),
         # Read as an ordinary key, so that the task's constructor was called with `<<`.
         ("args: {<<: {width: 3}}", [], "job.yaml:4:8 args.<<: merge keys are not supported"),
         # `validate` counted up to them, for hours.

@@ -21,7 +21,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert import lines, parts
+from raytrain_plus.data.convert import csv_rows, lines, parts
 from raytrain_plus.data.convert.conversion import converted, earlier, source_files
 from raytrain_plus.data.convert.formats import format_of
 from raytrain_plus.data.dataset import dataset
@@ -82,7 +82,7 @@ SOURCES: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks and parts, so that there are several."""
     monkeypatch.setattr(lines, "BLOCK_BYTES", 4000)
-    monkeypatch.setattr("raytrain_plus.data.convert.csv_rows.BLOCK_BYTES", 4000)
+    monkeypatch.setattr(csv_rows, "_BLOCKS", (4000, 1 << 16, 1 << 20))
     monkeypatch.setattr(parts, "GROUP_BYTES", 2000)
     monkeypatch.setattr(parts, "GROUPS", 4)
 
@@ -349,6 +349,10 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("a.csv", b"a\tb\n1\t2\n", "a.csv, line 1", "the names are separated by tabs"),
     ("a.tsv", b"a,b\n1,2\n", "a.tsv, line 1", "the names are separated by commas"),
     ("a.csv", b"0.5,-1,3\n1,2,3\n", "a.csv, line 1", "holds numbers, not the names of columns: 0.5, -1, 3"),
+    ("a.csv", b"", "a.csv", "is empty"),
+    ("a.jsonl", b'{"a": {}}\n{"a": null}\n', "a.jsonl", "column 'a' is struct<>, which Parquet cannot hold"),
+    ("a.jsonl", b'{"a": 1}\n\n{"a": 1e999}\n', "a.jsonl, line 3", "Number too big to be stored in double."),
+    ("a.jsonl", b'{"a": 1}\n{"b": 1, "b": 2}\n', "a.jsonl, line 2", "Column(/b) was specified twice"),
     ("a.json", b"[1]", "a.json", "is not a Parquet file, and its name tells no other format"),
     ("a.txt", b"fine\n\xff\xfe\n", "a.txt, line 2", "is not UTF-8 text"),
     ("a.arrow", cut_stream, "a.arrow", "it has no end"),
@@ -372,6 +376,45 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, name: str, content
     assert what in caught.value.what
     assert caught.value.where.endswith(where), caught.value
     assert not list((tmp_path / "cache").glob("[!.]*")), "nothing half-made is left"
+
+
+@pytest.mark.parametrize("bad", ["", "{", '{"n": "\\ud800"}', '{"n": 1, "n": 2}', '{"n": "x"}', '{"n": {"m": 1}}'])
+def test_a_broken_line_has_its_own_number_in_every_block(tmp_path: Path, small: None, bad: str) -> None:
+    for at in (3, 700, 2500):
+        text = [json.dumps({"n": n, "t": "x" * 40}) for n in range(3000)]
+        text[at - 1] = bad
+        text.insert(at // 2, "")
+        (tmp_path / "a.jsonl").write_text("\n".join(text) + "\n")
+        if not bad:
+            assert dataset(tmp_path / "a.jsonl", cache=tmp_path / "cache").rows == 2999
+            continue
+        with pytest.raises(DataError) as caught:
+            dataset(tmp_path / "a.jsonl", cache=tmp_path / "cache")
+        assert caught.value.where == f"{tmp_path}/a.jsonl, line {at + 1}"
+        assert " in row " not in caught.value.what
+
+
+def test_a_key_without_values_in_the_first_rows_may_have_them_later(tmp_path: Path, small: None) -> None:
+    rows: list[dict[str, Any]] = [{"n": n, "a": {}} for n in range(2000)] + [{"n": 2000, "a": {"b": 1}}]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    assert pq.read_table(convert(tmp_path, "a.jsonl")).column("a").to_pylist()[-2:] == [{"b": None}, {"b": 1}]
+
+
+def test_a_long_value_of_a_csv_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_rows, "_BLOCKS", (1000, 1 << 16, 1 << 20))
+    rows = [{"n": n, "t": "x\n" * (20_000 if n == 1500 else 5)} for n in range(3000)]
+    write_csv(tmp_path / "a.csv", rows)
+    assert pq.read_table(convert(tmp_path, "a.csv")).to_pylist() == rows
+    write_csv(tmp_path / "b.csv", [{"n": n, "t": "x" * (1 << 21 if n == 1500 else 5)} for n in range(3000)])
+    with pytest.raises(DataError, match="a row is longer than") as caught:
+        convert(tmp_path, "b.csv")
+    assert caught.value.where == str(tmp_path / "b.csv")
+
+
+def test_a_value_of_nine_mebibytes_is_read(tmp_path: Path) -> None:
+    rows = [{"n": 1, "t": "x" * (9 << 20)}, {"n": 2, "t": "y"}]
+    write_csv(tmp_path / "a.csv", rows)
+    assert pq.read_table(convert(tmp_path, "a.csv")).to_pylist() == rows
 
 
 @pytest.mark.parametrize("header", ["2019,2020", '"a, b",c', '"a, b"', "0,1", "x;y,z", "a"])
