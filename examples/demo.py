@@ -1,4 +1,4 @@
-"""Train jobs/byte_gpt.yaml, kill one of its workers half-way, and show what that cost: python -m examples.demo"""
+"""Train jobs/byte_gpt.yaml for some steps, kill a worker half-way, show what that cost: python -m examples.demo"""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ JOB = Path(__file__).parent.parent / "jobs" / "byte_gpt.yaml"
 
 def main() -> None:
     """Make the run and print the summary; below it, which rows were used."""
-    # One worker is enough to continue, so nobody waits for the replacement.
-    job, roots = load_job(JOB, ["workers.min=1", "workers.max=2"])
+    # One worker is enough to continue, so nobody waits for the replacement; and a quarter of the steps, a minute.
+    job, roots = load_job(JOB, ["workers.min=1", "workers.max=2", "steps=75", "evaluate.every_steps=25"])
     result = run(job, fresh=True, view=KillHalfWay(view_for(sys.stdout)), roots=roots)
     if result.status == "finished":
         print("\n".join(audit(result.path).lines()))

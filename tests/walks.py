@@ -178,7 +178,7 @@ WALKS = {
             Step("make test-slow", r"tests/integration/test_soak.py"),
             Step("make test-gpu", r"tests/integration/test_gpu.py"),
             Step("pytest -m slow tests/integration/test_soak.py", r"tests/integration/test_soak.py"),
-            Step("make demo", r"byte_gpt finished: 12 steps"),
+            Step("make demo", r"byte_gpt finished: 75 steps"),
         ),
     ),
     "benchmarks": Walk(

@@ -1,7 +1,8 @@
 """Prepare a worker's batches before the steps need them.
 
 A thread reads, divides and collates the rows of the next steps. Rows come from memory if whole units are kept, or from
-the stream. Otherwise they are read directly: while the stream starts, if it does not answer, or once it has ended.
+the stream. Otherwise they are read directly: while the stream starts, if it does not answer, or once it has ended. For
+units that are kept and lie on a disk of this node no stream starts, unless the steps wait for them.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.data.unusable import faults_of, joined
 from raytrain_plus.errors import TrainingError, WaitExpired
+from raytrain_plus.storage.place import RemotePath, place_of
 
 PREFETCH_STEPS = 4
 """Steps whose batches are prepared ahead."""
@@ -48,6 +50,10 @@ LOOK_S = 0.02
 """Seconds between two calls of `check` while `get` waits for a step's batches."""
 STREAM_S = 5.0
 """Maximum seconds that a read waits for a running stream before it is read directly, so that no step hangs on it."""
+LAG_S = 1.0
+"""Seconds of steps after which it is known whether they wait for rows."""
+WAITED = 0.1
+"""The share of their time that steps wait for rows from which on a stream is worth its start."""
 NEVER = -2
 """Less than any number of a read that a stream may have delivered."""
 JOIN_S = 5.0
@@ -64,6 +70,11 @@ def from_stream(number: int, *, delivered: int, ended: bool, silent_at: int) -> 
     if ended or delivered >= number:
         return delivered >= number
     return delivered >= 0 and delivered != silent_at
+
+
+def lags(waited_s: float, passed_s: float) -> bool:
+    """Return whether steps that took so many seconds waited for rows, and so long that a stream is worth its start."""
+    return passed_s >= LAG_S and waited_s > WAITED * passed_s
 
 
 def _pinned(microbatches: Sequence[Microbatch], pin: Callable[[Any], Any]) -> list[Microbatch]:
@@ -112,6 +123,11 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
+        self._near = self._keep_units and not isinstance(place_of(rows.index.root), RemotePath)
+        """Whether units are read once each, from a disk."""
+        self._waited_s = 0.0
+        """Seconds that steps waited for rows, without the first ones, and when these had ended."""
+        self._since: float | None = None
         self._silent_at = NEVER
         """The last read that the stream had delivered when the reader waited for it in vain."""
         self._named: set[tuple[str, str]] = set()
@@ -155,7 +171,11 @@ class Batches:
         if isinstance(made, BaseException):
             raise made
         self._taken += 1
-        return StepBatches(made, time.monotonic() - start, self._skipped(made))
+        now = time.monotonic()
+        if step >= self._first_step + PREFETCH_STEPS:
+            self._waited_s += now - start if self._since is not None else 0.0
+            self._since = self._since or now
+        return StepBatches(made, now - start, self._skipped(made))
 
     def _skipped(self, made: Mapping[int, Sequence[Microbatch]]) -> tuple[SkippedRow, ...]:
         """Return the skipped rows of a step whose file and cause are new."""
@@ -206,7 +226,7 @@ class Batches:
             upcoming = reads(self._sample_order, self._shards, self._first_step)
             step, many = self._first_step, 1
             while step < self._sample_order.steps:
-                if step >= self._first_step + PREFETCH_STEPS + 2 and not stream_starts:
+                if step >= self._first_step + PREFETCH_STEPS + 2 and not stream_starts and self._wants_stream():
                     # Loading and starting Ray Data takes a second, which must delay neither the first steps' batches
                     # nor the `Batches` that replaces this one.
                     threading.Thread(target=self._start_stream, name="start of the stream", daemon=True).start()
@@ -273,6 +293,12 @@ class Batches:
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
+
+    def _wants_stream(self) -> bool:
+        if self._make_stream is None:
+            return False
+        since = self._since
+        return not self._near or (since is not None and lags(self._waited_s, time.monotonic() - since))
 
     def _start_stream(self) -> None:
         try:

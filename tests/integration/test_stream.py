@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
+from raytrain_plus.data import reader
 from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import index
@@ -48,8 +49,10 @@ def full_cluster() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("full_cluster")
 def test_streamed_batches_are_those_read_directly(
-    tmp_path: Path, cache_mb: int, transform: object, racing_steps: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_mb: int, transform: object, racing_steps: int
 ) -> None:
+    # Also what would be read directly.
+    monkeypatch.setattr(reader, "lags", lambda waited_s, passed_s: True)
     write_data(tmp_path, rows=3000, group=50)
     seen = index(tmp_path)
     line = SampleOrder(seen.unit_rows, shards=6, batch_size=60, seed=3, epochs=12)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from raytrain_plus import Task
+from raytrain_plus.data import reader
 from raytrain_plus.data.ledger import ROW_ID, row_ids
 from raytrain_plus.data.microbatches import cut
 from raytrain_plus.data.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
@@ -142,13 +144,52 @@ def test_batches_follow_the_sample_order(folder: Path) -> None:
 
 @pytest.mark.parametrize("cache_mb", [0, 64])
 @pytest.mark.parametrize("transform", [None, augment])
-def test_streamed_and_direct_rows_are_the_same(folder: Path, cache_mb: int, transform: object) -> None:
+def test_streamed_and_direct_rows_are_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cache_mb: int, transform: object
+) -> None:
+    monkeypatch.setattr(reader, "lags", lambda waited_s, passed_s: True)
     # The stream starts after some steps: with one row of each shard in a step, before all units have been read.
     rows = rows_of(folder, transform=transform, each=1, epochs=4)
     direct, _ = gather(rows)
     streamed, feed = gather(rows, ThreadStream, cache_mb)
     assert streamed == direct
     assert feed.streamed_reads > 0
+
+
+def test_rows_on_a_disk_that_are_kept_need_no_stream_unless_steps_wait_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(folder, each=1, epochs=20)
+    made: list[ThreadStream] = []
+
+    def stream(*arguments: Any, **settings: Any) -> ThreadStream:
+        made.append(ThreadStream(*arguments, **settings))
+        return made[-1]
+
+    _, feed = gather(rows, stream, cache_mb=64)
+    assert not made
+    assert (feed.direct_reads, feed.streamed_reads) == (12, 0)
+    # Not kept.
+    gather(rows, stream)
+    assert len(made) == 1
+
+    def slowly(*arguments: Any) -> pa.Table:
+        if threading.current_thread().name == "batches":
+            time.sleep(0.05)
+        return read_unit(*arguments)
+
+    monkeypatch.setattr(reader, "read_unit", slowly)
+    monkeypatch.setattr(reader, "LAG_S", 0.0)
+    _, feed = gather(rows, stream, cache_mb=64)
+    assert len(made) == 2
+    assert feed.streamed_reads > 0
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "passed_s", "expected"), [(0.9, 0.9, False), (0.3, 2.0, True), (0.2, 2.0, False), (0.0, 0.0, False)]
+)
+def test_lags(waited_s: float, passed_s: float, expected: bool) -> None:
+    assert reader.lags(waited_s, passed_s) is expected
 
 
 class LateStream(ThreadStream):
@@ -164,7 +205,7 @@ def test_no_batch_and_no_next_reader_waits_for_the_start_of_the_stream(folder: P
     rows = rows_of(folder)
     LateStream.may_start.clear()
 
-    def reader(before: Batches | None = None) -> Batches:
+    def opened(before: Batches | None = None) -> Batches:
         return Batches(
             rows,
             shards=[0],
@@ -177,10 +218,10 @@ def test_no_batch_and_no_next_reader_waits_for_the_start_of_the_stream(folder: P
         )
 
     try:
-        with reader() as first:
+        with opened() as first:
             for step in range(12):
                 first.get(step, 5)
-        with reader(first) as second:
+        with opened(first) as second:
             second.get(0, 5)
     finally:
         LateStream.may_start.set()
