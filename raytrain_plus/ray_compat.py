@@ -373,6 +373,39 @@ def silent_about_deaths() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def plain_outside_terminals() -> Iterator[None]:
+    """Show what workers print as it is in this context, if it goes to a file or a pipe.
+
+    By default Ray colours the names of processes, and shows a line that several workers print once, with a count. What
+    the user has set for either is kept. Open it before Ray starts, so that it covers the end of Ray.
+    """
+    files = [stream is None or not stream.isatty() for stream in (sys.stdout, sys.stderr)]
+
+    def filters() -> list[Any]:
+        from ray._private import ray_logging
+
+        both = (ray_logging.stdout_deduplicator, ray_logging.stderr_deduplicator)
+        return [(filter_, filter_.allow_re) for filter_, file in zip(both, files, strict=True) if file]
+
+    chosen = any(name in os.environ for name in ("RAY_DEDUP_LOGS", "RAY_DEDUP_LOGS_ALLOW_REGEX"))
+    changed = [] if chosen else _or_nothing(filters, "Ray shows a line that several workers print only once") or []
+    # Not by Ray's own switch, which would also show its messages about deaths.
+    for filter_, _ in changed:
+        filter_.allow_re = re.compile(f"^(?!.*{re.escape(DEATH)})", re.DOTALL)
+    colour = "RAY_COLOR_PREFIX"
+    plain = any(files) and colour not in os.environ
+    if plain:
+        os.environ[colour] = "0"
+    try:
+        yield
+    finally:
+        for filter_, before in changed:
+            filter_.allow_re = before
+        if plain:
+            del os.environ[colour]
+
+
+@contextlib.contextmanager
 def own_lines_apart(name: str, *, prints: bool = True) -> Iterator[Callable[[], Path | None]]:
     """Let Ray's own lines be written to a file in this context, instead of this process's output.
 

@@ -170,6 +170,20 @@ class Task:
         """
         raise NotImplementedError(f"{type(self).__name__} defines no summarise(outputs)")
 
+    def example(self, batch: Any) -> tuple[Any, ...] | Mapping[str, Any] | None:
+        """Return the arguments with which `raytrain export --format torch-export` exports the model. Optional.
+
+        A tuple of positional arguments, or a dict of keyword arguments, for the model's `forward`. The default, None,
+        selects those with which `loss` calls the model. For a model that takes labels only to compute its loss:
+
+            def example(self, batch):
+                return (batch["ids"],)
+
+        The program takes other numbers of rows, and other lengths, as far as torch and the model support it; a size of
+        1 is fixed. The command reports what it takes.
+        """
+        return None
+
     def collate(self, table: pa.Table) -> Any:
         """Return the batch for a table of rows. Default: a dict of tensors, one per column.
 

@@ -57,6 +57,13 @@ def keep_write_counts(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManag
     return _unsafe_preserve_version_counter(tensors)
 
 
+def upper_bound(program: torch.export.ExportedProgram, size: torch.SymInt) -> int | None:
+    """Return the largest value of a size that varies in an exported program; None if it has none."""
+    bounds = program.range_constraints.get(size.node.expr)
+    # Without a bound it is torch's own infinity of integers.
+    return int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Return whether autograd treats the tensor as a view of another one."""
     return tensor._is_view()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from raytrain_plus.data.source import alike, check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, run_facts
+from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, prints_hidden, run_facts
 from raytrain_plus.membership.mesh import rank_counts
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
@@ -40,7 +40,7 @@ from raytrain_plus.observe.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import many_passes, sharded_lines, share_of, size_table, unused_workers
 from raytrain_plus.storage.address import is_address
-from raytrain_plus.storage.place import place_of
+from raytrain_plus.storage.place import Place, place_of
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.training.layers import layers_of
 
@@ -266,16 +266,22 @@ def _asking(storage: str) -> Iterator[_Asked]:
 
 def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report:
     search = [Path.cwd(), *roots]
-    code = load_user_code(job, search)
-    build_task(code.task, job.args)
+    # What the task prints, a trial shows.
+    shown = nullcontext if trying is None else prints_hidden
+    with shown():
+        code = load_user_code(job, search)
+        build_task(code.task, job.args)
     if trying is None:
         # Without the data, the length of a job in epochs is not known: its workers check a scheduler that needs it.
         facts = None if job.steps is None else run_facts(job, job.steps)
-        _check_model(job, build_task(code.task, job.args, facts))
+        with prints_hidden():
+            _check_model(job, build_task(code.task, job.args, facts))
     check_preparable(job, search)
     choose_collective(job.collective)
     check_installed(job.trackers)
-    table = size_table(job, layers_of(job, code.task))
+    with prints_hidden():
+        names = layers_of(job, code.task)
+    table = size_table(job, names)
     sizes, unformed = sizes_of(table), unused_workers(table)
     passes = many_passes(job, max(size.replicas for size in sizes))
     sharded = sharded_lines(job.parallel, [size.replicas for size in sizes])
@@ -283,14 +289,17 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         trying.data()
     elif not all(_is_made(job, path) for path in training_paths(job).values()):
         return Report(job.name, sizes, None, None, None, None, unformed, many_passes=passes, sharded=sharded)
-    seen = training_data(job, search)
+    with shown():
+        seen = training_data(job, search)
     check_enough(seen, job.data.shards)
-    files = seen.places
+    files: Sequence[Place] = seen.places
     if job.evaluate is not None and (job.evaluate.path is None or _is_made(job, job.evaluate.path)):
-        held_out = held_out_data(job, search)
+        with shown():
+            held_out = held_out_data(job, search)
         check_enough(held_out, job.data.shards)
         seen, held_out = alike(seen, held_out)
-        files += held_out.places
+        # Rows of the same files may be trained on, too.
+        files = list(dict.fromkeys([*files, *held_out.places]))
     looked_at = files[:LOOKED_AT]
     sample_order = sample_order_of(job, seen)
     check_profiled(job, sample_order.steps)

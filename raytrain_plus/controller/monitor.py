@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from raytrain_plus.controller.awaited import awaited
 from raytrain_plus.controller.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.export import ModelHandOver
@@ -204,7 +205,8 @@ class Monitor:
                 # The model is exported; only the last checkpoint is late.
                 self.machine.feed(e.Handed())
                 return
-        self.machine.feed(e.Late(group.generation))
+        homeless = frozenset(name for name in group.workers if name in self.loop and not self.loop.has_room(name))
+        self.machine.feed(e.Late(group.generation, *awaited(group, homeless)))
 
     def _late(self, now: float, since: float) -> bool:
         """Return whether the phase has reached its limit, having lasted for `since` seconds."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import io
 import os
 import sys
 import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
@@ -115,6 +116,21 @@ def build_task(cls: type[Task], args: Mapping[str, Any], run: RunFacts | None = 
         # Whatever the class does when an attribute is set: a frozen dataclass refuses it.
         object.__setattr__(task, "run", run)
     return task
+
+
+@contextmanager
+def prints_hidden() -> Iterator[None]:
+    """Hide what the task prints in this context, which runs code that runs elsewhere, too; show it if it raises.
+
+    No other thread may do so at the same time.
+    """
+    kept = io.StringIO()
+    try:
+        with redirect_stdout(kept):
+            yield
+    except BaseException:
+        sys.stderr.write(kept.getvalue())
+        raise
 
 
 @contextmanager

@@ -41,6 +41,7 @@ from raytrain_plus.ray_compat import (
     most_there_can_be,
     our_own_signals,
     outliving_this_process,
+    plain_outside_terminals,
     settings_of_our_own_ray,
     show_token,
     show_token_if_any,
@@ -78,7 +79,8 @@ def connected(job: Job, address: str | None) -> Iterator[float]:
             yield time.time()
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    with _others_ray(address) if address else _our_own_ray(job), silent_about_deaths(), _as_run_error():
+    ours = _others_ray(address) if address else _our_own_ray(job)
+    with plain_outside_terminals(), ours, silent_about_deaths(), _as_run_error():
         yield time.time()
 
 

@@ -133,6 +133,9 @@ class Late:
     """
 
     generation: int
+    awaited: str = "within elastic.wait_s"
+    """What the run waited for in vain, in words, if it had too few workers."""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

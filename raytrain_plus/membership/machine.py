@@ -796,7 +796,8 @@ def _late_gather(group: Group, event: e.Late) -> Outcome:
             return group, [e.Dismiss(name), *commands]
     fewest = group.limits.sizes.fewest
     needed = f"{fewest} worker{'s' * (fewest != 1)}"
-    why = f"only {len(free(group))} of at least {needed} were available within elastic.wait_s{_last(group)}"
+    fix = f"\n  fix: {event.remedy}" if event.remedy else ""
+    why = f"only {len(free(group))} of at least {needed} were available {event.awaited}{_last(group)}{fix}"
     return _close(replace(group, failure=why))
 
 

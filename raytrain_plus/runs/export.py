@@ -19,13 +19,14 @@ from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.source import Index
 from raytrain_plus.data.transform_block import without_ids
-from raytrain_plus.errors import DamagedError, DataError, InputError, first_line
+from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, first_line
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import load_user_code
+from raytrain_plus.job.task_loader import as_task_error, load_user_code
 from raytrain_plus.membership.units import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
+from raytrain_plus.runs.program import exported, taken
 from raytrain_plus.state.checkpoint import Found, read_tensors
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
@@ -36,7 +37,7 @@ from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
-from raytrain_plus.torch_compat import pytree
+from raytrain_plus.task import Task
 from raytrain_plus.training.build import task_of
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.randomness import random_key, set_random_key
@@ -224,11 +225,14 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
         )
     at, which = which_of(run, which)
     folder = find_run(str(at), storage)
+    takes = ""
     if kind == "safetensors":
         manifest = export_weights(folder, to, which, dtype)
     else:
-        manifest = export_program(folder, to, [Path.cwd()], which)
-    return f"{to}: the model {after_step(manifest.step)} of {split(folder.address)[1]}{', the best' * which.best}"
+        manifest, inputs = export_program(folder, to, [Path.cwd()], which)
+        takes = f"; it takes {inputs}"
+    of = f"{split(folder.address)[1]}{', the best' * which.best}"
+    return f"{to}: the model {after_step(manifest.step)} of {of}{takes}"
 
 
 def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "fp32") -> Manifest:
@@ -254,11 +258,12 @@ def rounded(weights: Weights, names: Collection[str]) -> dict[str, torch.Tensor]
     }
 
 
-def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:
+def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> tuple[Manifest, str]:
     """Write a model of a run as a `torch.export` program, which runs without the task's code.
 
-    The example inputs are those with which the task calls the model for a batch of step 0. Returns the manifest of the
-    checkpoint. Raises `InputError` if torch cannot export the model.
+    It takes what `Task.example` returns for a batch of step 0, or else that with which `Task.loss` calls the model.
+    Returns the manifest of the checkpoint, and what the program takes, in words. Raises `InputError` if torch cannot
+    export the model, `TaskError` if the task fails.
     """
     job = job_of(run)
     assert isinstance(job.task, str)
@@ -272,32 +277,54 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     put_weights(weights, module, run.where)
     module.eval()
     rows = rows_of(job, seen, code.transform)
-    batch = task.collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(0, 0)]))
+    table = pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(0, 0)])
+    if table.num_rows == 1:
+        # torch takes a single row for the only number of rows that the model supports.
+        table = pa.concat_tables([table, table])
+    where = f"task: {job.task}"
+    args, kwargs = _arguments(task, module, table, where)
+    try:
+        program = exported(module, args, kwargs)
+    except Exception as error:
+        raise InputError(
+            f"torch.export failed for this model: {type(error).__name__}: {first_line(error)}",
+            where=where,
+            remedy="--format safetensors",
+        ) from error
+    _whole(to, lambda part: torch.export.save(program, part))
+    return manifest, taken(program)
+
+
+def _arguments(task: Task, module: nn.Module, table: pa.Table, where: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Return the positional and keyword arguments with which a model is exported. Raises `InputError` if it has none.
+
+    `where`: the task, for errors.
+    """
+    name = type(task).__name__
+    with as_task_error(f"{name} failed on a batch", where):
+        batch = task.collate(table)
+        example = task.example(batch)
+    if isinstance(example, tuple):
+        return example, {}
+    if isinstance(example, Mapping):
+        return (), example
+    if example is not None:
+        raise TaskError(
+            f"{name}.example returned {type(example).__name__}",
+            where=where,
+            expected="a tuple of the model's positional arguments, or a dict of its keyword arguments",
+            remedy="for a model of one argument: return (batch['x'],)",
+        )
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    with torch.no_grad():
+    with torch.no_grad(), as_task_error(f"{name} failed on a batch", where):
         task.loss(module, batch)
     hook.remove()
     if not calls:
         what = "the task never calls its model as a whole"
-        raise InputError(what, where=f"task: {job.task}", remedy="--format safetensors")
-    args, kwargs = calls[0]
-    try:
-        shapes = torch.export.ShapesCollection()
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and value.dim():
-                # Allow any number of rows if the model supports it.
-                shapes[value] = {0: torch.export.Dim.AUTO}
-        dynamic = shapes.dynamic_shapes(module, args, kwargs)
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
-    except Exception as error:
-        raise InputError(
-            f"torch.export failed for this model: {type(error).__name__}: {first_line(error)}",
-            where=f"task: {job.task}",
-            remedy="--format safetensors",
-        ) from error
-    _whole(to, lambda part: torch.export.save(program, part))
-    return manifest
+        remedy = "define Task.example, which returns the model's arguments; or use --format safetensors"
+        raise InputError(what, where=where, remedy=remedy)
+    return calls[0]
 
 
 def _as_trained(run: Folder, job: Job, roots: Sequence[Path]) -> Index:

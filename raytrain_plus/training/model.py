@@ -125,16 +125,16 @@ def pass_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...
     return names if in_sequence else WHOLE
 
 
-def layer_names(task: Task, seed: int, *, in_one: bool = False) -> tuple[str, ...]:
+def layer_names(task: Task, seed: int, *, in_one: bool = False, setting: str = "parallel") -> tuple[str, ...]:
     """Return the names of the model's layers in order. Modules are built without values if possible.
 
-    `in_one`: they stay in one stage, so that the modules of any model do. Raises `TaskError` if the task does not
-    declare its layers, or if they cannot be separated.
+    `in_one`: they stay in one stage, so that the modules of any model do. `setting`: what needs the layers, for errors.
+    Raises `TaskError` if the task does not declare its layers, or if they cannot be separated.
     """
-    return _layer_names(task, seed, in_one)[0]
+    return _layer_names(task, seed, in_one, setting)[0]
 
 
-def _layer_names(task: Task, seed: int, in_one: bool) -> tuple[tuple[str, ...], bool]:
+def _layer_names(task: Task, seed: int, in_one: bool, setting: str = "parallel") -> tuple[tuple[str, ...], bool]:
     """Return `layer_names`, and whether these are run one after the other; the modules of other models are not."""
     try:
         with torch.device("meta"):
@@ -149,11 +149,11 @@ def _layer_names(task: Task, seed: int, in_one: bool) -> tuple[tuple[str, ...], 
         # For example, a model that reads its values from a file cannot be built on the meta device.
         layers = task.layers()
         if layers is not None:
-            return tuple(layers) or _raise(_no_layers()), True
+            return tuple(layers) or _raise(_no_layers(setting)), True
         module = _whole(task, seed)
-        return tuple(_children(module, in_one)) or _raise(_no_layers()), bool(_children(module))
+        return tuple(_children(module, in_one)) or _raise(_no_layers(setting)), bool(_children(module))
     if not children:
-        raise _no_layers()
+        raise _no_layers(setting)
     in_sequence = module is None or bool(_children(module))
     if layers is None:
         _untied(children)
@@ -188,11 +188,12 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-def _no_layers() -> TaskError:
+def _no_layers(setting: str = "parallel") -> TaskError:
     return TaskError(
         "a model that does not declare its layers cannot be divided between them",
-        where="parallel",
-        expected="layers(), or a model() that returns an nn.Sequential with each module in it once",
+        where=setting,
+        expected="Task.layers, or a Task.model that returns an nn.Sequential with each module in it once",
+        remedy=f"define Task.layers in place of Task.model, as examples/gpt.py does, or leave out {setting}",
     )
 
 

@@ -28,6 +28,7 @@ from raytrain_plus.errors import RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
     out_of_memory,
+    prints_hidden,
     reporting,
     trim_traceback,
     users_frames,
@@ -155,7 +156,8 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
         trial = try_task(job, cls, torch.device("cpu"), rows, held_out)
         if trial.seconds > LONG_S or job.parallel.by_layer:
             return trial
-        return replace(trial, shard_cost=_shard_cost(job, cls, rows))
+        with prints_hidden():
+            return replace(trial, shard_cost=_shard_cost(job, cls, rows))
     finally:
         torch.set_num_threads(threads)
 
@@ -194,7 +196,8 @@ def try_task(
     room = total_memory(device)
     size = None
     if not job.parallel.in_parts:
-        size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
+        with prints_hidden():
+            size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
     try_model = try_layers if job.parallel.by_layer else try_whole
     return replace(try_model(job, task, device, rows, held_out, room, size, rules=rules), state=size)

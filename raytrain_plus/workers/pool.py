@@ -134,6 +134,11 @@ class Pool:
         left_s = handle.began + START_S * 2.0**handle.tries - now
         return left_s if handle.standby is None else min(left_s, handle.standby.left_s(now))
 
+    def has_room(self, name: str) -> bool:
+        """Return whether Ray has found room for a worker, as far as is known; asks and waits for nothing."""
+        handle = self._handles[name]
+        return handle.placed or (handle.room is not None and handle.room.done() and bool(handle.room.result()))
+
     def restart(self, name: str) -> None:
         """Start a new process in the place of one that has not come up as a worker, and end that one."""
         before = self._handles[name]

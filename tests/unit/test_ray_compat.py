@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,6 +160,30 @@ def test_rays_messages_about_deaths_are_suppressed() -> None:
         assert shown(death) == []
         assert shown("what a worker printed") == ["what a worker printed"]
     assert shown(death) == [death]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_workers_print_is_plain_outside_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    monkeypatch.setattr(ray_logging, "RAY_DEDUP_LOGS", True)
+    for name in ("RAY_COLOR_PREFIX", "RAY_DEDUP_LOGS", "RAY_DEDUP_LOGS_ALLOW_REGEX"):
+        monkeypatch.delenv(name, raising=False)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    ray_logging.stdout_deduplicator.flush()
+    with ray_compat.silent_about_deaths(), ray_compat.plain_outside_terminals():
+        for pid in (17, 18, 19):
+            printed(pid, "a line of all workers")
+            printed(pid, f"{ray_compat.DEATH} by an unexpected system error")
+    ray_logging.stdout_deduplicator.flush()
+    lines = capsys.readouterr().out.splitlines()
+    if terminal:
+        assert len(lines) == 1
+        assert lines[0].startswith("\x1b[36m(Worker pid=17)\x1b[0m")
+    else:
+        assert lines == [f"(Worker pid={pid}) a line of all workers" for pid in (17, 18, 19)]
+    assert "RAY_COLOR_PREFIX" not in os.environ
 
 
 def printed(pid: object, line: str) -> None:

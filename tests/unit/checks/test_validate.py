@@ -126,6 +126,8 @@ def test_files_without_page_checksums_are_reported(tmp_path: Path, monkeypatch: 
     said = "so damaged values in them cannot be detected; write them with pq.write_table(..., write_page_checksum=True)"
     listed = ", ".join([*names[:3], "..."])
     assert f"  4 of 6 files have no page checksums ({listed}), {said}" in report.lines()
+    # Files that are held out and trained on are counted once.
+    assert validate_job(job(tmp_path, data="*/[0-9].parquet"), []).files_in_all == 6
     monkeypatch.setattr(validate, "LOOKED_AT", 2)
     assert any(line.startswith("  2 of the first 2 files have no") for line in validate_job(job(tmp_path), []).lines())
     for name in names:
@@ -391,6 +393,37 @@ def test_a_trial_in_a_process_of_its_own_reports_what_the_task_does(
     ):
         trying.result()
     assert capfd.readouterr().out == ""
+
+
+class Talking(Task):
+    def __init__(self, wrong: bool = False) -> None:
+        print("built")
+        if wrong:
+            raise ValueError("wrong")
+
+    def model(self) -> nn.Module:
+        print("model")
+        return nn.Linear(1, 1)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        loss: torch.Tensor = model(batch["x"].float()[:, None]).mean()
+        return loss
+
+
+@pytest.mark.parametrize("sharded", ["none", "optimizer"])
+def test_what_a_task_prints_when_it_is_built_is_shown_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], sharded: Any
+) -> None:
+    write(tmp_path / "data", "x")
+    parallel, workers = Parallel(sharded=sharded), Workers(max=2)
+    wished = replace(job(tmp_path), task=Talking, evaluate=None, parallel=parallel, workers=workers)
+    assert tried(wished).trial is not None
+    assert capsys.readouterr().out.splitlines() == ["built", "model"]
+    validate_job(wished, [])
+    assert capsys.readouterr().out.splitlines() == ["built"]
+    with pytest.raises(TaskError, match="wrong"):
+        tried(replace(wished, args={"wrong": True}))
+    assert capsys.readouterr() == ("", "built\n")
 
 
 class Coarse(Task):

@@ -58,6 +58,8 @@ class FakeWorkers:
         """The workers whose places nobody gets."""
         self.left_s = dict[str, float]()
         """For how many seconds the starts of these workers may last; an hour for others."""
+        self.homeless: set[str] = set()
+        """The workers for which there is no room."""
         self.restarted: list[str] = []
         """The workers that were started again."""
         self._taken = 0
@@ -75,6 +77,9 @@ class FakeWorkers:
 
     def start_left_s(self, name: str) -> float:
         return self.left_s.get(self._known(name), 3600.0)
+
+    def has_room(self, name: str) -> bool:
+        return self._known(name) not in self.homeless
 
     def restart(self, name: str) -> None:
         self.restarted.append(self._known(name))

@@ -267,6 +267,7 @@ def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(
 TASKS = """
 import torch
 from torch import nn
+from torch.nn import functional as F
 from raytrain_plus import Task
 
 
@@ -289,6 +290,46 @@ class Branches(Task):
 class Inside(Branches):
     def loss(self, model, batch):
         return (batch * model.weight).sum()
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.place = nn.Embedding(8, 4), nn.Embedding(16, 4)
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 8)
+
+    def forward(self, ids, labels=None):
+        x = self.token(ids) + self.place.weight[: ids.shape[1]]
+        query, key, value = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        scores = self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).squeeze(1))
+        return scores if labels is None else F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+class Labelled(Task):
+    def model(self):
+        return Decoder()
+
+    def collate(self, table):
+        ids = torch.arange(table.num_rows * 12).view(-1, 12) % 8
+        return {"ids": ids, "labels": ids.roll(-1, 1)}
+
+    def loss(self, model, batch):
+        return model(batch["ids"], labels=batch["labels"])
+
+
+class Inputs(Labelled):
+    def example(self, batch):
+        return (batch["ids"],)
+
+
+class Named(Labelled):
+    def example(self, batch):
+        return {"ids": batch["ids"]}
+
+
+class Bare(Labelled):
+    def example(self, batch):
+        return batch["ids"]
 """
 
 
@@ -302,17 +343,69 @@ class Inside(Branches):
 def test_a_model_that_torch_cannot_export_is_refused_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, words: str
 ) -> None:
+    run = run_of(tmp_path, monkeypatch, task, {"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+    with pytest.raises(InputError, match=words) as caught:
+        export_program(run, tmp_path / "model.pt2", [tmp_path])
+    assert caught.value.remedy.endswith("--format safetensors")
+    assert caught.value.where == f"task: exported_tasks:{task}"
+    assert not list(tmp_path.glob("*model*"))
+
+
+def run_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, weights: dict[str, torch.Tensor], batch_size: int = 8
+) -> LocalFolder:
+    """Return a run of a task of `TASKS` whose checkpoint has these weights."""
     write(tmp_path / "data" / "0.parquet", 16)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "exported_tasks.py").write_text(TASKS)
     run = LocalFolder(tmp_path / "run")
-    data = Data(path=str(tmp_path / "data"), batch_size=8)
+    data = Data(path=str(tmp_path / "data"), batch_size=batch_size, shards=1)
     job = Job(name="run", task=f"exported_tasks:{task}", data=data, steps=2, storage=str(tmp_path))
     run.write("job.yaml", [job.to_yaml().encode()])
-    tensors = {"param/weight": torch.zeros(1, 1), "param/bias": torch.zeros(1)}
+    tensors = {f"param/{name}": value for name, value in weights.items()}
     commit(run, described(1, 0, shares(run, tensors, name_of(1, 0), 1), tree={"persistent": []}))
-    with pytest.raises(InputError, match=words) as caught:
+    return run
+
+
+DECODER = {
+    "token.weight": torch.ones(8, 4),
+    "place.weight": torch.ones(16, 4),
+    "qkv.weight": torch.ones(12, 4),
+    "qkv.bias": torch.ones(12),
+    "out.weight": torch.ones(8, 4),
+    "out.bias": torch.ones(8),
+}
+
+
+@pytest.mark.parametrize("batch_size", [8, 1])
+def test_a_program_takes_what_the_example_says_of_any_rows_and_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    """Without the labels that the loss needs."""
+    run = run_of(tmp_path, monkeypatch, "Inputs", DECODER, batch_size)
+    monkeypatch.chdir(tmp_path)
+    said = export_to(str(run.path), "runs", tmp_path / "model.pt2", "torch-export", NEWEST)
+    assert said.endswith("run; it takes ids: int64 (n, m); m at most 16"), said
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    assert program(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 8)
+
+
+def test_a_program_without_an_example_takes_what_the_loss_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, monkeypatch, "Labelled", DECODER)
+    _, takes = export_program(run, tmp_path / "model.pt2", [tmp_path])
+    assert takes == "ids: int64 (n, m), labels: int64 (n, m); m at most 16"
+    _, takes = export_program(
+        run_of(tmp_path / "named", monkeypatch, "Named", DECODER), tmp_path / "model.pt2", [tmp_path]
+    )
+    assert takes == "ids: int64 (n, m); m at most 16"
+
+
+def test_an_example_that_is_neither_a_tuple_nor_a_dict_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, monkeypatch, "Bare", DECODER)
+    with pytest.raises(InputError, match=r"Bare\.example returned Tensor") as caught:
         export_program(run, tmp_path / "model.pt2", [tmp_path])
-    assert caught.value.remedy == "--format safetensors"
-    assert caught.value.where == f"task: exported_tasks:{task}"
-    assert not list(tmp_path.glob("*model*"))
+    assert "a tuple of the model's positional arguments" in caught.value.expected
