@@ -145,7 +145,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_with_a_warning(
     told = status(local).checkpoints
     assert [one.state for one in told] == ["incomplete: it lacks 1 of 2 parameters: first.bias", "complete", "complete"]
     with pytest.raises(InputError, match="incomplete: it lacks 1 of 2 parameters"):
-        load(local.path, model(0), step=14)
+        load(local.path, model(0), steps=15)
 
 
 def test_a_newest_checkpoint_that_is_not_finite_is_skipped_with_a_warning(
@@ -232,13 +232,13 @@ def test_a_checkpoint_is_chosen_by_its_step_its_folder_or_as_the_best(run: Folde
         assert same(mine, model(made))
         return made
 
-    assert (loaded(run.address), loaded(run.address, step=4), loaded(run.address, best=True)) == (14, 4, 9)
+    assert (loaded(run.address), loaded(run.address, steps=5), loaded(run.address, best=True)) == (14, 4, 9)
     folder = within(within(run.address, "checkpoints"), name_of(4, 0))
     assert (loaded(folder), loaded(within(within(run.address, "checkpoints"), f"{name_of(9, 0)}.json"))) == (4, 9)
     with pytest.raises(InputError, match="no checkpoint after step 7") as caught:
-        loaded(run.address, step=6)
+        loaded(run.address, steps=7)
     assert caught.value.expected == "one of those after step 15, 10, 5"
-    for which in ({"step": 4}, {"best": True}):
+    for which in ({"steps": 5}, {"best": True}):
         with pytest.raises(InputError, match="more than one checkpoint is chosen"):
             loaded(folder, **which)
     save(run, 19)
@@ -252,16 +252,30 @@ def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(
 ) -> None:
     file_of(local, 9).write_bytes(b"")
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+9-0+: 00001-of.* has 0 bytes"):
-        load(local.path, model(0), step=9)
+        load(local.path, model(0), steps=10)
     file_of(local, 4).write_bytes(bytes(file_of(local, 4).stat().st_size))
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+4-0+: .* is damaged"):
         load(local.path / "checkpoints" / name_of(4, 0), model(0))
     shares(local, {"param/first.bias": torch.zeros(4)}, name_of(14, 0), 1)
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+14-0+: not finished: there is no manifest"):
-        load(local.path, model(0), step=14)
+        load(local.path, model(0), steps=15)
     assert capsys.readouterr().err == ""
     with pytest.raises(InputError, match="a safetensors file has no checkpoints"):
         load(file_of(local, 4), model(0), best=True)
+
+
+def test_checkpoints_are_chosen_by_the_number_of_steps_made(local: LocalFolder) -> None:
+    """People read `after step 10` in `raytrain status`, and type what they read."""
+    mine = model(0)
+    with pytest.raises(InputError, match=r"`step` is not an argument of load; `steps` counts steps made") as caught:
+        load(local.path, mine, step=9)
+    assert caught.value.remedy == (
+        "steps=10 for what events and callbacks call step 9, steps=9 for what `raytrain status` calls step 9"
+    )
+    for steps in (0, -1):
+        with pytest.raises(InputError, match=f"steps={steps}: no checkpoint is older than the first step"):
+            load(local.path, mine, steps=steps)
+    assert same(mine, model(0))
 
 
 TASKS = """
