@@ -44,6 +44,7 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 Weights = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
 _TREE = has.object_of(persistent=has.list_of(has.text))
+_SHARED = has.table_of(has.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +177,7 @@ def _chosen(run: Folder, which: Which) -> list[Found]:
 
 def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str]:
     """Return the model's tensors in a checkpoint, and why they cannot be used; empty if they can."""
-    if wrong := _TREE(manifest.tree):
+    if wrong := _TREE(manifest.tree) or _SHARED(manifest.tree.get("shared", {})):
         return {}, f"invalid manifest: {wrong}"
     buffers = set(manifest.tree["persistent"])
     names = [
@@ -254,12 +255,16 @@ def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "f
     """Write the weights of a run to a safetensors file; return the manifest of their checkpoint.
 
     `dtype`: `fp32` writes what the checkpoint has; `bf16` rounds floating-point weights with more digits to bfloat16.
-    Buffers, such as running statistics, stay as they are.
+    Buffers, such as running statistics, stay as they are. A tied weight is in the file under each name that it has in
+    the model's `state_dict`, so that `load_state_dict` finds them all; older versions did not record these names.
     """
     manifest, weights = weights_of(run, which)
     if dtype == "bf16":
         buffers = {name.partition("/")[2] for name in manifest.tensors if name.startswith("buffer/")}
         weights = rounded(weights, weights.keys() - buffers)
+    shared = manifest.tree.get("shared", {}).items()
+    # A file has no tensor twice: these are copies.
+    weights |= {name: weights[first].clone() for name, first in shared if first in weights}
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
 

@@ -21,6 +21,7 @@ from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.training.model import other_names
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described, shares
 
@@ -52,7 +53,8 @@ def save(run: Folder, step: int, **changes: Any) -> None:
     tensors |= {f"buffer/{name}": value for name, value in of_step.named_buffers()}
     tensors["optim/first.weight/exp_avg"] = torch.ones(4, 3)
     written = shares(run, tensors, name_of(step, 0), 2)
-    commit(run, described(step, 0, written, tree={"persistent": ["count"]}, **changes))
+    tree = {"persistent": ["count"], "shared": other_names(of_step)}
+    commit(run, described(step, 0, written, tree=tree, **changes))
 
 
 def file_of(run: LocalFolder, step: int) -> Path:
@@ -83,11 +85,34 @@ def test_a_model_gets_the_newest_weights_of_a_run(run: Folder) -> None:
 def test_a_model_gets_the_weights_of_an_exported_file(local: LocalFolder, tmp_path: Path) -> None:
     to = tmp_path / "model.safetensors"
     assert export_weights(local, to).step == 9
-    assert set(safetensors.torch.load_file(to)) == {"first.weight", "first.bias", "count"}
     mine = model(0)
     assert load(to, mine) == -1
     assert same(mine, model(9))
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exported_file_has_every_name_of_a_tied_weight(local: LocalFolder, tmp_path: Path, dtype: str) -> None:
+    """What a model ties is there under each name, as in its `state_dict`."""
+    to, plain = tmp_path / "model.safetensors", model(0)
+    export_weights(local, to, dtype=dtype)
+    plain.load_state_dict(safetensors.torch.load_file(to), strict=True)
+    assert plain.tied.weight is plain.first.weight
+    expected = model(9).first.weight
+    assert torch.equal(plain.first.weight, expected.bfloat16().float() if dtype == "bf16" else expected)
+
+
+def test_a_checkpoint_of_an_older_version_names_a_tied_weight_once(local: LocalFolder, tmp_path: Path) -> None:
+    tensors = {f"param/{name}": value.detach() for name, value in model(14).named_parameters()}
+    tensors["buffer/count"] = torch.tensor(14.0)
+    commit(local, described(14, 0, shares(local, tensors, name_of(14, 0), 1), tree={"persistent": ["count"]}))
+    to = tmp_path / "model.safetensors"
+    export_weights(local, to)
+    assert set(safetensors.torch.load_file(to)) == {"first.weight", "first.bias", "count"}
+    for source in (local.path, to):
+        mine = model(0)
+        load(source, mine)
+        assert same(mine, model(14))
 
 
 def test_weights_are_rounded_to_bfloat16_and_buffers_are_not(local: LocalFolder, tmp_path: Path) -> None:
