@@ -283,6 +283,18 @@ def socket_of_our_own_ray() -> str:
     return _or_nothing(ask, "a worker that is just starting outlives a killed driver") or ""
 
 
+def started_here() -> bool:
+    """Return whether this process has started the Ray that it is connected to."""
+
+    def ask() -> bool:
+        from ray._private import worker
+
+        node = worker._global_node
+        return node is not None and bool(node.is_head())
+
+    return _or_nothing(ask, "a local Ray is taken for a cluster, and a warning about tokens is printed") or False
+
+
 def end_our_own_ray() -> None:
     """End the local Ray of one run.
 

@@ -172,6 +172,9 @@ def saved_text(result: Result) -> str | None:
     """
     if result.status != "stopped" or (result.steps and result.saved_step is None and result.unsaved is None):
         return None
+    if not result.steps and result.saved_step is not None:
+        # A resumed run that was stopped before its workers had read the checkpoint.
+        return f"no new step was completed; the checkpoint after step {result.saved_step + 1} is complete"
     if not result.steps:
         return "no step was completed: there is no state to save"
     return state_text(result.steps, result.unsaved, result.saved_step)

@@ -340,9 +340,9 @@ def _slice_lines(job: Job, layers: Sequence[Layer]) -> tuple[str, ...]:
     # Imported here because it loads torch.
     from raytrain_plus.parallel.pipeline.memory import hosting_slices
 
-    whole = sum(layer.parameters for layer in layers)
+    whole = sum(layer.own_parameters for layer in layers)
     held = [
-        f"{sum(layer.parameters for layer in hosting_slices(layers, ranks)):,} on each of {ranks} workers"
+        f"{sum(layer.own_parameters for layer in hosting_slices(layers, ranks)):,} on each of {ranks} workers"
         for ranks in rank_counts(job.parallel.tensor)
         if ranks > 1
     ]

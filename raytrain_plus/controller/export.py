@@ -151,8 +151,8 @@ class Exporter:
             self._ours()
 
         # Closed here, so that no worker's memory stays referenced.
-        model = {entry.name: entry.size for inventory in inventories for entry in inventory if entry.of_model}
-        size = self._all_bytes = sum(model.values())
+        model = {entry.name: entry for inventory in inventories for entry in inventory if entry.of_model}
+        size = self._all_bytes = sum(entry.size * (1 + len(entry.also)) for entry in model.values())
         with contextlib.closing(pieces()) as file, self._outages.watching("model", self._run, lambda: size):
             self._run.write(MODEL, file)
         return digest.hexdigest()

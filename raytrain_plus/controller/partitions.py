@@ -151,12 +151,12 @@ class Partitions:
         return found
 
     def parameters(self, view: View) -> dict[str, int]:
-        """Return how many parameters each member trains."""
+        """Return how many parameters each member trains; tied ones count where the first of them is."""
         found = {}
         for seat, member in enumerate(view.members):
             ready, stage = self._roster.ready[member.worker], view.shape.stage(seat)
             layers = self.layers(stage)
-            counts = {layer.name: layer.parameters for layer in hosting_slices(ready.layers, stage.ranks)}
+            counts = {layer.name: layer.own_parameters for layer in hosting_slices(ready.layers, stage.ranks)}
             own = [counts[name] for chunk in layers.chunks for name in chunk]
             found[member.worker] = sum(own) if layers.chunks else ready.parameters
         return found

@@ -47,6 +47,7 @@ from raytrain_plus.ray_compat import (
     show_token_if_any,
     silent_about_deaths,
     socket_of_our_own_ray,
+    started_here,
     without_its_gcs,
 )
 from raytrain_plus.runs.process import this_process
@@ -266,6 +267,9 @@ def _warn_of_an_open_cluster() -> None:
     # A cluster that requires a token would have refused us without one.
     if os.environ.get("RAY_AUTH_MODE") != "token":
         seen = {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+        if len(seen) == 1 and started_here():
+            # Its node has this machine's address, but nobody has set up a cluster.
+            return
         beyond = sorted(one for one in seen if not one.startswith(("127.", "::1", "localhost")))
         if beyond:
             print(

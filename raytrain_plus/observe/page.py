@@ -36,8 +36,8 @@ class Page:
         return bool(line)
 
     def finish(self, result: Result) -> None:
-        """Show the summary: the run has ended."""
-        self._end = [*summary(result, self._progress), *(result.error or "").splitlines()]
+        """Show the error of a failed run, and the summary: the run has ended."""
+        self._end = [*(result.error or "").splitlines(), *summary(result, self._progress)]
 
     def text(self) -> str:
         """Return the run as lines of text."""

@@ -71,8 +71,8 @@ class PlainView:
             self._say(self._progress.line())
 
     def finish(self, result: Result) -> None:
-        self._say("\n".join(summary(result, self._progress)))
         _say_error(result)
+        self._say("\n".join(summary(result, self._progress)))
 
     def close(self) -> None:
         """Do nothing: every line has been flushed already."""
@@ -82,7 +82,7 @@ class PlainView:
 
 
 class SummaryView:
-    """Nothing until the end; then the summary, and the error of a failed run."""
+    """Nothing until the end; then the error of a failed run, and the summary."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,8 +95,8 @@ class SummaryView:
         self._progress.add(event)
 
     def finish(self, result: Result) -> None:
-        say("\n".join(summary(result, self._progress)), self._stream)
         _say_error(result)
+        say("\n".join(summary(result, self._progress)), self._stream)
 
     def close(self) -> None:
         """Do nothing: nothing is displayed before the end."""
@@ -128,9 +128,9 @@ class TerminalView:
 
     def finish(self, result: Result) -> None:
         self.close()
+        _say_error(result)
         for line in summary(result, self._progress):
             self._say(line)
-        _say_error(result)
 
     def close(self) -> None:
         if self._live is not None:
@@ -181,7 +181,7 @@ class NotebookView:
     def finish(self, result: Result) -> None:
         if self._page is None:
             # The run had already ended, so no event was shown.
-            text = "\n".join([*summary(result, None), *(result.error or "").splitlines()])
+            text = "\n".join([*(result.error or "").splitlines(), *summary(result, None)])
             self._draw(text, f"<pre>{escape(text)}</pre>")
             return
         self._page.finish(result)
@@ -198,6 +198,7 @@ class NotebookView:
 
 
 def _say_error(result: Result) -> None:
+    """Print the error of a failed run, before the summary: its last line says to fix the error above."""
     if result.error:
         say(result.error, sys.stderr)
 
@@ -230,7 +231,7 @@ def _forget(stream: TextIO) -> None:
 def view_for(stream: TextIO, *, quiet: bool = False) -> ProgressView:
     """Return the view for the current environment: a notebook's cell, a terminal, or any other output.
 
-    If `quiet`, it shows only the summary and the error of a failed run.
+    If `quiet`, it shows only the error of a failed run and the summary.
     """
     if quiet:
         return SummaryView(stream)

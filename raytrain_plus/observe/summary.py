@@ -14,7 +14,7 @@ def summary(result: Result, progress: RunProgress | None) -> list[str]:
     """Return the last lines of a run: how it ended, its metrics, its files, and the next command.
 
     `progress`: the progress that its events added up to; None or an empty one if the run had already ended. The error
-    of a failed run is not included: a view shows it where errors belong.
+    of a failed run is not included: a view shows it before these lines, where errors belong.
     """
     if result.trained_steps == 0 and result.status == "finished" and (progress is None or not progress.workers):
         lines = [_already_finished(result), *_held_out(result, None), *_model(result)]

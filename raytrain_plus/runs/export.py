@@ -45,6 +45,7 @@ from raytrain_plus.training.randomness import random_key, set_random_key
 Weights = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
 _TREE = has.object_of(persistent=has.list_of(has.text))
+_SHARED = has.table_of(has.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +64,41 @@ NEWEST = Which()
 
 
 def load(
-    path: str | Path, model: nn.Module, *, step: int | None = None, best: bool = False, storage: str = "runs"
+    path: str | Path,
+    model: nn.Module,
+    *,
+    steps: int | None = None,
+    best: bool = False,
+    storage: str = "runs",
+    step: int | None = None,
 ) -> int:
     """Load weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
 
     `path` is the path or address of a run's folder or of one of its checkpoints, the name of a run under `storage`, or
-    the path of a safetensors file. Of a run, the newest checkpoint is used; or the one after `step`, counted from 0 as
-    in `Status.checkpoints`; or the `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the
-    weights; -1 for a file. Raises `InputError` if there are none or they do not match `model`, which is then left
-    unchanged.
+    the path of a safetensors file. Of a run, the newest checkpoint is used; or the one after so many `steps`, as
+    `raytrain status` lists them; or the `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the
+    weights, counted from 0 as in events; -1 for a file. `step`, which counted from 0, is refused. Raises `InputError`
+    for it, and if there are no such weights or they do not match `model`, which is then left unchanged.
     """
+    if step is not None:
+        raise InputError(
+            "`step` is not an argument of load; `steps` counts steps made",
+            where=f"step={step}",
+            remedy=f"steps={step + 1} for what events and callbacks call step {step}, steps={step} for what "
+            f"`raytrain status` calls step {step}",
+        )
+    if steps is not None and steps < 1:
+        raise InputError(
+            "no checkpoint is older than the first step",
+            where=f"steps={steps}",
+            expected="the number of steps made, from 1, as `raytrain status` lists them",
+        )
     if not is_address(path) and Path(path).suffix != ".json" and Path(path).is_file():
-        if step is not None or best:
+        if steps is not None or best:
             raise InputError("a safetensors file has no checkpoints to choose from", where=str(path))
         made, weights, where = -1, _from_file(Path(path)), str(path)
     else:
-        folder, which = which_of(path, Which(step=step, best=best))
+        folder, which = which_of(path, Which(step=None if steps is None else steps - 1, best=best))
         known = is_address(folder) or Path(folder).is_dir()
         run = open_folder(folder) if known else find_run(str(folder), storage)
         manifest, weights = weights_of(run, which)
@@ -158,7 +178,7 @@ def _chosen(run: Folder, which: Which) -> list[Found]:
 
 def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str]:
     """Return the model's tensors in a checkpoint, and why they cannot be used; empty if they can."""
-    if wrong := _TREE(manifest.tree):
+    if wrong := _TREE(manifest.tree) or _SHARED(manifest.tree.get("shared", {})):
         return {}, f"invalid manifest: {wrong}"
     buffers = set(manifest.tree["persistent"])
     names = [
@@ -239,12 +259,16 @@ def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "f
     """Write the weights of a run to a safetensors file; return the manifest of their checkpoint.
 
     `dtype`: `fp32` writes what the checkpoint has; `bf16` rounds floating-point weights with more digits to bfloat16.
-    Buffers, such as running statistics, stay as they are.
+    Buffers, such as running statistics, stay as they are. A tied weight is in the file under each name that it has in
+    the model's `state_dict`, so that `load_state_dict` finds them all; older versions did not record these names.
     """
     manifest, weights = weights_of(run, which)
     if dtype == "bf16":
         buffers = {name.partition("/")[2] for name in manifest.tensors if name.startswith("buffer/")}
         weights = rounded(weights, weights.keys() - buffers)
+    shared = manifest.tree.get("shared", {}).items()
+    # A file has no tensor twice: these are copies.
+    weights |= {name: weights[first].clone() for name, first in shared if first in weights}
     _whole(to, lambda part: safetensors.torch.save_file(weights, part, metadata={"format": "pt"}))
     return manifest
 

@@ -32,6 +32,8 @@ class Entry:
     """The rows [first, last) that a worker has of it; None for all."""
     cut: Cut | None = None
     """If it is a slice of a tensor, how that one is cut."""
+    also: tuple[str, ...] = ()
+    """Its further names in the model's `state_dict`, under which the file of the model has it too."""
 
     @property
     def rows(self) -> int:

@@ -111,6 +111,9 @@ class Holding:
     """How the modules are cut that have slices, by their names in the model that is not cut."""
     copies: StateCopies = field(default_factory=lambda: StateCopies(torch.device("cpu")))
     """They must end before the state changes."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Further names in the model's `state_dict` of tensors that have several -> their names in the state, without the
+    kind; both as in the model that is not cut."""
 
     @property
     def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -168,6 +171,7 @@ def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
         "persistent": list(holding.persistent),
         "allowed": sorted(holding.allowed),
         **({"cuts": {name: list(cut) for name, cut in holding.cuts.items()}} if holding.cuts else {}),
+        **({"shared": dict(holding.shared)} if holding.shared else {}),
     }
     if holding.optimizer is None:
         return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}

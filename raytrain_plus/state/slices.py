@@ -123,7 +123,7 @@ def _whole(name: str, slices: Sequence[Entry]) -> Entry:
     first = slices[0]
     assert first.cut is not None, "it is a slice"
     shape = shape_of_whole(first.shape, first.cut, len(slices))
-    return Entry(name=name, dtype=first.dtype, shape=shape, size=first.size * len(slices))
+    return Entry(name=name, dtype=first.dtype, shape=shape, size=first.size * len(slices), also=first.also)
 
 
 def _number(name: str) -> int:

@@ -96,9 +96,9 @@ def whole_tree(trees: Sequence[Tree]) -> Tree:
         "scales": {name: scale for tree in trees for name, scale in tree["scales"].items()},
         "persistent": [name for tree in trees for name in tree["persistent"]],
         "allowed": [name for tree in trees for name in tree.get("allowed", ())],
-        **(
-            {"cuts": cuts}
-            if (cuts := {name: cut for tree in trees for name, cut in tree.get("cuts", {}).items()})
-            else {}
-        ),
+        **{
+            key: merged
+            for key in ("cuts", "shared")
+            if (merged := {name: one for tree in trees for name, one in tree.get(key, {}).items()})
+        },
     }

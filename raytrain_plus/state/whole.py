@@ -30,27 +30,41 @@ class Digest(Protocol):
     def update(self, data: Any, /) -> None: ...
 
 
+Round = tuple[list[tuple[int, Part]], Joining, Digest | None]
+"""What is fetched for tensors' first names, or for further ones; what joins it; the hash, which has no tensor twice."""
+
+
 def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Digest) -> Iterator[Any]:
     """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
     `inventories`: for each holder, the tensors that it has, or rows of them; a row that several have comes from one of
-    them. A tensor that is cut into slices is one in the file; until all of them have come, they are kept.
+    them. A tensor that is cut into slices is one in the file; until all of them have come, they are kept. One with
+    several names is in the file under each, because `load_state_dict` expects them all; it is fetched again for each.
 
     Raises `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
     parts = ordered(inventories)
     entries = {entry.name: entry for _, (entry, _) in parts}
-    joining = Joining(entries, set(to_export(entries)))
-    named = [(entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size) for entry in joining.model()]
+    exported = to_export(entries)
+    rounds: list[Round] = [(parts, Joining(entries, set(exported)), digest)]
+    for number in range(max((len(entries[name].also) for name in exported), default=0)):
+        again = {name: entries[name] for name in exported if len(entries[name].also) > number}
+        rounds.append(([part for part in parts if part[1][0].name in again], Joining(again, set(again)), None))
+    named = [
+        (entry.also[number - 1] if number else entry.name.partition("/")[2], entry.dtype, entry.shape, entry.size)
+        for number, (_, joining, _) in enumerate(rounds)
+        for entry in joining.model()
+    ]
     yield header(named, {"format": "pt"})
-    begun: deque[tuple[list[Part], Callable[[], Sequence[Any]]]] = deque()
-    for holder, batch in batches(parts, BATCH):
-        # Fetch the next batch while one is being written.
-        begun.append((batch, begin(holder, tuple(piece for _, piece in batch))))
-        if len(begun) > 1:
-            yield from _taken(*begun.popleft(), digest, joining)
+    begun: deque[tuple[list[Part], Callable[[], Sequence[Any]], Digest | None, Joining]] = deque()
+    for some, joining, hashed in rounds:
+        for holder, batch in batches(some, BATCH):
+            # Fetch the next batch while one is being written.
+            begun.append((batch, begin(holder, tuple(piece for _, piece in batch)), hashed, joining))
+            if len(begun) > 1:
+                yield from _taken(*begun.popleft())
     while begun:
-        yield from _taken(*begun.popleft(), digest, joining)
+        yield from _taken(*begun.popleft())
 
 
 def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Part]]:
@@ -92,12 +106,15 @@ def _bytes(part: Part) -> int:
     return entry.size // entry.rows * (piece.last - piece.first)
 
 
-def _taken(batch: list[Part], wait: Callable[[], Sequence[Any]], digest: Digest, joining: Joining) -> Iterator[Any]:
+def _taken(
+    batch: list[Part], wait: Callable[[], Sequence[Any]], digest: Digest | None, joining: Joining
+) -> Iterator[Any]:
     for (entry, piece), data in zip(batch, wait(), strict=True):
         expected = _bytes((entry, piece))
         if memoryview(data).nbytes != expected:
             raise Interrupted(f"{entry.name} arrived with {memoryview(data).nbytes} bytes, expected {expected}")
-        if not piece.first:
-            digest.update(entry.head)
-        digest.update(entry.scalar or data)
+        if digest is not None:
+            if not piece.first:
+                digest.update(entry.head)
+            digest.update(entry.scalar or data)
         yield from joining.add(entry, data)

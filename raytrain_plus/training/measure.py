@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -97,7 +97,7 @@ def measure_layers(
         parts = {name: list(module.named_parameters())} if names != WHOLE else _of_children(module)
         for at, (part, named) in enumerate(parts.items()):
             costs = (0.0, 0, 0) if at else (min(seconds), kept, counted)
-            found.append(_layer(part, named, technique.precision, copies, *costs))
+            found.append(_layer(part, named, built.tied, technique.precision, copies, *costs))
         given = output
     return tuple(found)
 
@@ -129,13 +129,17 @@ def _of_children(module: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]
 def _layer(
     name: str,
     named: Sequence[tuple[str, nn.Parameter]],
+    tied: Collection[str],
     precision: Precision,
     copies: int,
     seconds: float,
     kept: int,
     counted: int,
 ) -> Layer:
-    """Return the cost of a layer, of whose parameters a worker keeps so many copies."""
+    """Return the cost of a layer, of whose parameters a worker keeps so many copies.
+
+    `tied`: the parameters that are copies of another layer's.
+    """
     sizes = {at: precision.parameter_bytes(value, copies) for at, value in named}
     counts = {at: value.numel() for at, value in named if value.requires_grad}
     return Layer(
@@ -147,6 +151,8 @@ def _layer(
         counted,
         sum(size for at, size in sizes.items() if is_slice(at)),
         sum(count for at, count in counts.items() if is_slice(at)),
+        sum(count for at, count in counts.items() if at in tied),
+        sum(count for at, count in counts.items() if at in tied and is_slice(at)),
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.units import MARK
+from raytrain_plus.membership.units import MARK, whole_weight
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
 from raytrain_plus.training.added_state import plain_tensors
@@ -296,6 +296,18 @@ def _untied(children: Mapping[str, nn.Module]) -> dict[str, str]:
             path, _, attribute = name.rpartition(".")
             setattr(child.get_submodule(path), attribute, copies[id(value)])
     return tied
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """Return the further names in the `state_dict` of tensors that have several -> their first name.
+
+    Both are those in the model that is not cut into slices.
+    """
+    saved = module.state_dict()
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    pairs = [(name, first.setdefault(id(value), name)) for name, value in tensors if name in saved]
+    return {whole_weight(name): whole_weight(owner) for name, owner in pairs if name != owner}
 
 
 def _whole(task: Task, seed: int) -> nn.Module:

@@ -50,7 +50,7 @@ from raytrain_plus.training.gathered import Gathered
 from raytrain_plus.training.header import StepTotals
 from raytrain_plus.training.layer_sums import LayerSums
 from raytrain_plus.training.loss_scale import FIRST, LossScale, found_in, put
-from raytrain_plus.training.model import Built, as_one, set_training
+from raytrain_plus.training.model import Built, as_one, other_names, set_training
 from raytrain_plus.training.optimizer import build_optimizer
 from raytrain_plus.training.part import check_hooks, header_rider, make_parts, wires
 from raytrain_plus.training.scheduler import build_scheduler
@@ -135,6 +135,7 @@ class TrainState:
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
+        self._shared = {name: first for part in self.parts for name, first in other_names(part.module).items()}
         self._copies = StateCopies(device)
         self._before_first_step()
         self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
@@ -372,6 +373,7 @@ class TrainState:
             None if self.trained.everything else self.trained.shared,
             {name: cut for part in self.parts for name, cut in cuts_in(part.module).items()},
             self._copies,
+            self._shared,
         )
 
     def averaged(self, context: StepContext | None = None) -> AbstractContextManager[None]:

@@ -74,7 +74,7 @@ class PreparedReport:
     """A worker's report once its task is built."""
 
     parameters: int
-    """The number of parameters of the whole model."""
+    """The number of parameters of the whole model; tied ones count once."""
     state_bytes: int
     """The approximate size in bytes of a copy of the training state."""
     layers: tuple[Layer, ...] = ()

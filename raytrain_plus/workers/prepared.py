@@ -259,7 +259,7 @@ def _size_of(state: TrainState) -> PreparedReport:
     trained, dtypes = state.trained.weights, state.trained.dtypes
     changed = sum(value.numel() * dtypes[name].itemsize for name, value in trained)
     return PreparedReport(
-        parameters=sum(value.numel() for _, value in trained),
+        parameters=sum(value.numel() for name, value in trained if name not in state.tied),
         # An optimizer has two numbers, as a rule, for each weight that it trains.
         state_bytes=sum(value.nbytes for value in held) + 2 * changed,
         rows=_rows_held(state),
@@ -293,7 +293,7 @@ def _size_of_layers(found: tuple[Layer, ...], device: torch.device, *, staged: b
         from raytrain_plus.parallel.pipeline import schedule  # noqa: F401
 
     return PreparedReport(
-        parameters=sum(layer.parameters for layer in found),
+        parameters=sum(layer.own_parameters for layer in found),
         state_bytes=sum(layer.bytes for layer in found),
         layers=found,
         room=total_memory(device),

@@ -25,7 +25,7 @@ from raytrain_plus.state.held import HeldTensor, held_tensors
 from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
 from raytrain_plus.state.rows import is_sharded
-from raytrain_plus.state.slices import module_of
+from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
 from raytrain_plus.training.train_state import TrainState
@@ -109,8 +109,8 @@ class StateSource:
             raise Interrupted(f"{self._worker} has neither {stage} of step {step} nor a copy of it")
         state = self._state(step, stage)
         check_finite(((held.name, held.value) for held in state), self._allowed(step, stage), step)
-        cuts = self._cuts(step, stage)
-        return [_with_cut(held.entry, cuts) for held in state]
+        cuts, others = self._cuts(step, stage), _by_first(self._shared(step, stage))
+        return [_with_names(_with_cut(held.entry, cuts), others) for held in state]
 
     def tensors(self, step: int, stage: Stage, pieces: Sequence[Piece]) -> list[Array]:
         """Return the bytes of these pieces of tensors."""
@@ -135,6 +135,14 @@ class StateSource:
         values = {} if found is None else json.loads(found.values).get("cuts", {})
         return {name: (kind, fused) for name, (kind, fused) in values.items()}
 
+    def _shared(self, step: int, stage: Stage) -> Mapping[str, str]:
+        """Return the further names of a state's tensors that have several: see `Holding.shared`."""
+        if (own := self._own.at(step, stage)) is not None:
+            return own.holding().shared
+        found = self._copier.find(step, stage)
+        shared: dict[str, str] = {} if found is None else json.loads(found.values).get("shared", {})
+        return shared
+
     def _state(self, step: int, stage: Stage) -> Sequence[HeldTensor]:
         """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._own.at(step, stage)) is not None:
@@ -152,6 +160,20 @@ def _with_cut(entry: Entry, cuts: Mapping[str, Cut]) -> Entry:
     """Return the entry, with how its tensor is cut if it is a slice."""
     sliced = entry.of_model and is_slice(layer_of(entry.name) or REST)
     return replace(entry, cut=cuts[module_of(entry.name)]) if sliced else entry
+
+
+def _by_first(shared: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Return the further names of each tensor that has any, by its first one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, first in shared.items():
+        found[first] = (*found.get(first, ()), name)
+    return found
+
+
+def _with_names(entry: Entry, others: Mapping[str, tuple[str, ...]]) -> Entry:
+    """Return the entry, with the further names that its tensor has in the model."""
+    also = others.get(name_of_whole(entry.name).partition("/")[2], ()) if entry.of_model else ()
+    return replace(entry, also=also) if also else entry
 
 
 def sha256_of(state: TrainState) -> str:

@@ -145,6 +145,8 @@ def test_a_resumed_run_counts_the_recoveries_of_its_earlier_processes(tmp_path: 
         ),
         ({"unsaved": "no space"}, "state after step 31 NOT saved: no space; newest complete: none"),
         ({"steps": 0}, "no step was completed: there is no state to save"),
+        # A run that was resumed, and stopped before its workers had read the checkpoint.
+        ({"steps": 0, "saved_step": 29}, "no new step was completed; the checkpoint after step 30 is complete"),
         ({"status": "finished", "saved_step": 30}, None),
         # The result of an older version.
         ({}, None),

@@ -65,7 +65,7 @@ def forecast(
         found.append(
             StageForecast(
                 layers=chunks,
-                parameters=sum(layer.parameters for layer in own),
+                parameters=sum(layer.own_parameters for layer in own),
                 bytes=sum(layer.bytes for layer in own) + round(open_at_once * sum(layer.activations for layer in own)),
                 # Of the four values counted per parameter, all except the gradient.
                 state_bytes=sum(layer.bytes for layer in own) * 3 // 4,

@@ -97,6 +97,7 @@ def hosting_slices(layers: Sequence[Layer], ranks: int) -> list[Layer]:
             layer,
             bytes=layer.bytes - layer.sliced_bytes + layer.sliced_bytes // ranks,
             parameters=layer.parameters - layer.sliced_parameters + layer.sliced_parameters // ranks,
+            copied=layer.copied - layer.sliced_copied + layer.sliced_copied // ranks,
         )
         for layer in layers
     ]

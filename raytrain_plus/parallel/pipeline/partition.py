@@ -33,6 +33,15 @@ class Layer:
     """Those of its bytes that belong to tensor slices, all of them together."""
     sliced_parameters: int = 0
     """Those of its trained values that are in tensor slices."""
+    copied: int = 0
+    """Those of its trained values that are a copy of a tied parameter of another layer."""
+    sliced_copied: int = 0
+    """Those of them that are in tensor slices."""
+
+    @property
+    def own_parameters(self) -> int:
+        """Number of its trained values, of which a tied parameter counts in one layer only: for people."""
+        return self.parameters - self.copied
 
 
 PER_VALUE = 10

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from ray._private import worker
 from ray._raylet import AuthenticationTokenLoader
 from ray.exceptions import AuthenticationError, GetTimeoutError
 
@@ -154,6 +156,25 @@ def test_an_existing_connection_to_an_open_cluster_is_warned_about(
         pass
     said = capsys.readouterr().err.splitlines()
     assert [f"anyone who can reach {open_to} can run any code" in line for line in said] == ([True] if open_to else [])
+
+
+def test_a_ray_that_this_process_started_is_not_warned_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`raytrain verify` starts one, and its runs join it."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    seen = ["10.0.0.5"]
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeManagerAddress": node, "Alive": True} for node in seen])
+    said = []
+    for head, machines in ((True, ["10.0.0.5"]), (False, ["10.0.0.5"]), (True, ["10.0.0.5", "10.0.0.6"])):
+        monkeypatch.setattr(worker, "_global_node", SimpleNamespace(is_head=lambda head=head: head))
+        seen[:] = machines
+        with connected(JOB, None):
+            pass
+        said.append("the cluster requires no token" in capsys.readouterr().err)
+    # Other machines have joined the last one.
+    assert said == [False, True, True]
 
 
 def test_a_slow_start_of_ray_is_reported_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

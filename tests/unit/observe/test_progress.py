@@ -4,6 +4,7 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 from xml.etree import ElementTree
@@ -18,6 +19,7 @@ from raytrain_plus.observe.progress import (
     NotebookView,
     PlainView,
     ProgressView,
+    SummaryView,
     TerminalView,
     view_for,
 )
@@ -171,6 +173,31 @@ def test_the_quiet_view_prints_only_the_summary() -> None:
     quiet.finish(RESULT)
     assert stream.getvalue().startswith("gpt finished: 9 steps")
     assert "held out loss  1.5000 after step 9" in stream.getvalue()
+
+
+def test_every_view_prints_the_error_of_a_failed_run_above_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next step says to fix the error above."""
+    console, drawn = terminal(), list[str]()
+    told = {view: io.StringIO() for view in ("plain", "quiet")}
+    views = {
+        "plain": PlainView(told["plain"], Clock()),
+        "quiet": SummaryView(told["quiet"]),
+        "terminal": TerminalView(console, Clock()),
+        "notebook": NotebookView(lambda text, html: drawn.append(text), Clock()),
+        "ended": NotebookView(lambda text, html: drawn.append(text), Clock()),
+    }
+    failed = replace(RESULT, status="failed", exit_code=1, error="loss is nan\n  at step 3")
+    for name, one in views.items():
+        # Standard error is where the error goes; in a terminal both are one.
+        monkeypatch.setattr(sys, "stderr", told.get(name, console.file))
+        if name != "ended":
+            one.start("gpt", 9)
+        one.finish(failed)
+        text = told[name].getvalue() if name in told else written(console) if name == "terminal" else drawn[-1]
+        places = [text.index(words) for words in ("loss is nan", "at step 3", "gpt failed", "fix the error above")]
+        assert places == sorted(places), name
 
 
 def test_the_terminal_view_restores_the_cursor_after_an_error() -> None:

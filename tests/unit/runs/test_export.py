@@ -21,6 +21,7 @@ from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.training.model import other_names
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described, shares
 
@@ -52,7 +53,8 @@ def save(run: Folder, step: int, **changes: Any) -> None:
     tensors |= {f"buffer/{name}": value for name, value in of_step.named_buffers()}
     tensors["optim/first.weight/exp_avg"] = torch.ones(4, 3)
     written = shares(run, tensors, name_of(step, 0), 2)
-    commit(run, described(step, 0, written, tree={"persistent": ["count"]}, **changes))
+    tree = {"persistent": ["count"], "shared": other_names(of_step)}
+    commit(run, described(step, 0, written, tree=tree, **changes))
 
 
 def file_of(run: LocalFolder, step: int) -> Path:
@@ -83,11 +85,34 @@ def test_a_model_gets_the_newest_weights_of_a_run(run: Folder) -> None:
 def test_a_model_gets_the_weights_of_an_exported_file(local: LocalFolder, tmp_path: Path) -> None:
     to = tmp_path / "model.safetensors"
     assert export_weights(local, to).step == 9
-    assert set(safetensors.torch.load_file(to)) == {"first.weight", "first.bias", "count"}
     mine = model(0)
     assert load(to, mine) == -1
     assert same(mine, model(9))
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exported_file_has_every_name_of_a_tied_weight(local: LocalFolder, tmp_path: Path, dtype: str) -> None:
+    """What a model ties is there under each name, as in its `state_dict`."""
+    to, plain = tmp_path / "model.safetensors", model(0)
+    export_weights(local, to, dtype=dtype)
+    plain.load_state_dict(safetensors.torch.load_file(to), strict=True)
+    assert plain.tied.weight is plain.first.weight
+    expected = model(9).first.weight
+    assert torch.equal(plain.first.weight, expected.bfloat16().float() if dtype == "bf16" else expected)
+
+
+def test_a_checkpoint_of_an_older_version_names_a_tied_weight_once(local: LocalFolder, tmp_path: Path) -> None:
+    tensors = {f"param/{name}": value.detach() for name, value in model(14).named_parameters()}
+    tensors["buffer/count"] = torch.tensor(14.0)
+    commit(local, described(14, 0, shares(local, tensors, name_of(14, 0), 1), tree={"persistent": ["count"]}))
+    to = tmp_path / "model.safetensors"
+    export_weights(local, to)
+    assert set(safetensors.torch.load_file(to)) == {"first.weight", "first.bias", "count"}
+    for source in (local.path, to):
+        mine = model(0)
+        load(source, mine)
+        assert same(mine, model(14))
 
 
 def test_weights_are_rounded_to_bfloat16_and_buffers_are_not(local: LocalFolder, tmp_path: Path) -> None:
@@ -145,7 +170,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_with_a_warning(
     told = status(local).checkpoints
     assert [one.state for one in told] == ["incomplete: it lacks 1 of 2 parameters: first.bias", "complete", "complete"]
     with pytest.raises(InputError, match="incomplete: it lacks 1 of 2 parameters"):
-        load(local.path, model(0), step=14)
+        load(local.path, model(0), steps=15)
 
 
 def test_a_newest_checkpoint_that_is_not_finite_is_skipped_with_a_warning(
@@ -232,13 +257,13 @@ def test_a_checkpoint_is_chosen_by_its_step_its_folder_or_as_the_best(run: Folde
         assert same(mine, model(made))
         return made
 
-    assert (loaded(run.address), loaded(run.address, step=4), loaded(run.address, best=True)) == (14, 4, 9)
+    assert (loaded(run.address), loaded(run.address, steps=5), loaded(run.address, best=True)) == (14, 4, 9)
     folder = within(within(run.address, "checkpoints"), name_of(4, 0))
     assert (loaded(folder), loaded(within(within(run.address, "checkpoints"), f"{name_of(9, 0)}.json"))) == (4, 9)
     with pytest.raises(InputError, match="no checkpoint after step 7") as caught:
-        loaded(run.address, step=6)
+        loaded(run.address, steps=7)
     assert caught.value.expected == "one of those after step 15, 10, 5"
-    for which in ({"step": 4}, {"best": True}):
+    for which in ({"steps": 5}, {"best": True}):
         with pytest.raises(InputError, match="more than one checkpoint is chosen"):
             loaded(folder, **which)
     save(run, 19)
@@ -252,16 +277,30 @@ def test_a_chosen_checkpoint_that_is_damaged_is_not_replaced_by_another(
 ) -> None:
     file_of(local, 9).write_bytes(b"")
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+9-0+: 00001-of.* has 0 bytes"):
-        load(local.path, model(0), step=9)
+        load(local.path, model(0), steps=10)
     file_of(local, 4).write_bytes(bytes(file_of(local, 4).stat().st_size))
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+4-0+: .* is damaged"):
         load(local.path / "checkpoints" / name_of(4, 0), model(0))
     shares(local, {"param/first.bias": torch.zeros(4)}, name_of(14, 0), 1)
     with pytest.raises(InputError, match=r"the checkpoint cannot be used; 0+14-0+: not finished: there is no manifest"):
-        load(local.path, model(0), step=14)
+        load(local.path, model(0), steps=15)
     assert capsys.readouterr().err == ""
     with pytest.raises(InputError, match="a safetensors file has no checkpoints"):
         load(file_of(local, 4), model(0), best=True)
+
+
+def test_checkpoints_are_chosen_by_the_number_of_steps_made(local: LocalFolder) -> None:
+    """People read `after step 10` in `raytrain status`, and type what they read."""
+    mine = model(0)
+    with pytest.raises(InputError, match=r"`step` is not an argument of load; `steps` counts steps made") as caught:
+        load(local.path, mine, step=9)
+    assert caught.value.remedy == (
+        "steps=10 for what events and callbacks call step 9, steps=9 for what `raytrain status` calls step 9"
+    )
+    for steps in (0, -1):
+        with pytest.raises(InputError, match=f"steps={steps}: no checkpoint is older than the first step"):
+            load(local.path, mine, steps=steps)
+    assert same(mine, model(0))
 
 
 TASKS = """

@@ -45,7 +45,8 @@ def sliced(slices: int) -> dict[str, np.ndarray[Any, Any]]:
 
 def entry(name: str, value: np.ndarray[Any, Any], held: tuple[int, int]) -> Entry:
     cut = CUTS.get(module_of(name)) if "@" in name and name.startswith("param/") else None
-    return Entry(name=name, dtype="float32", shape=value.shape, size=value.nbytes, held=held, cut=cut)
+    also = ("head.weight",) if name.startswith("param/embed") else ()
+    return Entry(name=name, dtype="float32", shape=value.shape, size=value.nbytes, held=held, cut=cut, also=also)
 
 
 def _number(name: str) -> str:
@@ -85,8 +86,9 @@ def exported(slices: int, hosts: int, rows: int | None = None) -> tuple[dict[str
 )
 def test_the_file_of_a_model_has_whole_weights(slices: int, hosts: int, rows: int | None) -> None:
     found, _ = exported(slices, hosts, rows)
-    assert found.keys() == WHOLE.keys()
-    for name, value in WHOLE.items():
+    tied = {"head.weight": WHOLE["embed.weight"]}
+    assert found.keys() == WHOLE.keys() | tied.keys()
+    for name, value in (WHOLE | tied).items():
         assert np.array_equal(found[name], value), name
 
 

@@ -89,6 +89,22 @@ def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, mo
     assert all(model[name].dtype == value.dtype and torch.equal(model[name], value) for name, value in expected.items())
 
 
+@pytest.mark.parametrize("most", [1, 30, 1 << 20])
+@pytest.mark.parametrize("stages", [[WHOLE], STAGES, [WHOLE, *STAGES]], ids=["one", "two", "overlapping"])
+def test_a_tensor_is_in_the_file_under_each_of_its_names(
+    stages: list[State], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole, "BATCH", most)
+    also = {"param/0.weight": ("1.copy", "2.copy"), "param/half": ("1.half",), "buffer/0.count": ("1.count",)}
+    file, sha = written(stages, entry=lambda name, value: replace(entry_of(name, value), also=also.get(name, ())))
+    assert sha == state_sha256(WHOLE)
+    model = safetensors.torch.load(file)
+    assert len(model) == 7 + 4
+    for name, others in also.items():
+        assert all(torch.equal(model[other], WHOLE[name]) for other in others)
+        assert torch.equal(model[name.partition("/")[2]], WHOLE[name])
+
+
 def test_a_tensor_of_another_size_than_listed_is_refused() -> None:
     with pytest.raises(Interrupted, match=r"buffer/0.count arrived with 7 bytes, expected 8"):
         written(STAGES, lambda data: data[:-1])

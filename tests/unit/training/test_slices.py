@@ -20,6 +20,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.layers import cross_entropy
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
+from raytrain_plus.parallel.pipeline.memory import hosting_slices
 from raytrain_plus.parallel.pipeline.transport import swapped
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
@@ -28,6 +29,7 @@ from raytrain_plus.task import Task as AnyTask
 from raytrain_plus.training import replica as replica_module
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
+from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.replica import ReplicaStage, replica_stage
@@ -718,6 +720,16 @@ def test_the_optimizer_gets_the_names_of_whole_weights() -> None:
     state_of(made, [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))], exact=False)
     assert names.count("block0.qkv.weight") == 2
     assert not any("@" in name for name in names)
+
+
+def test_a_tied_parameter_that_is_cut_counts_once() -> None:
+    made = Small()
+    [microbatch, *_] = batches(0, (0,))[0]
+    layers = measure_layers(made, SEED, PLAIN, microbatch, slicing=Slicing(made.tensor(), 2))
+    whole = {layer.name: (layer.parameters, layer.own_parameters) for layer in layers}
+    assert (whole["embed"], whole["head"]) == ((WORDS * WIDTH, WORDS * WIDTH), (WORDS * WIDTH, 0))
+    hosted = {layer.name: (layer.parameters, layer.own_parameters) for layer in hosting_slices(layers, 2)}
+    assert (hosted["embed"], hosted["head"]) == ((WORDS * WIDTH // 2, WORDS * WIDTH // 2), (WORDS * WIDTH // 2, 0))
 
 
 def test_a_state_knows_where_its_slices_are() -> None:

@@ -68,6 +68,34 @@ def test_a_worker_whose_model_has_stages_measures_its_layers_and_holds_nothing(t
     assert prepared.outcome("interrupted") == Outcome(holds=None, why="interrupted")
 
 
+class Tied(Layered):
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        return {
+            "first": lambda: nn.Linear(1, 2),
+            "embed": lambda: nn.Linear(2, 3),
+            "middle": lambda: nn.Linear(3, 2),
+            "last": lambda: nn.Linear(2, 3),
+        }
+
+    def tied(self) -> dict[str, str]:
+        return {"last.weight": "embed.weight"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tied_parameter_counts_once(tmp_path: Path, stages: int) -> None:
+    plan = plan_of(tmp_path)
+    job = replace(plan.job, parallel=Parallel(pipeline=stages), workers=Workers(min=stages))
+    _, ready = prepare_worker("worker-0", of(replace(plan, job=job), Tied))
+    assert ready.parameters == 4 + 9 + 8 + 3
+    # Each copy has a gradient, and a state of the optimizer.
+    sizes = [4, 9, 8, 9]
+    if stages == 1:
+        assert ready.state_bytes == 3 * sum(sizes) * 4
+    else:
+        assert [layer.parameters for layer in ready.layers] == sizes
+        assert [layer.own_parameters for layer in ready.layers] == [4, 9, 8, 3]
+
+
 class Plateau(Layered):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from torch import nn
 
 from raytrain_plus.errors import Interrupted, RunError, TrainingError
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.transfer import snapshot_digest
+from raytrain_plus.state.whole import model_file
 from raytrain_plus.workers.messages import WHOLE, Sent
 from raytrain_plus.workers.prepared import Prepared
+from tests.unit.training.test_exact_steps import Small, state_of
 from tests.unit.workers.members import SECOND, in_background, member
 
 STAGE = WHOLE.stage
@@ -65,6 +70,38 @@ def test_a_copy_is_given_like_the_state_itself_once_the_worker_has_gone_on(tmp_p
     assert source.inventory(-1, STAGE) == entries
     assert [bytes(data) for data in source.tensors(-1, STAGE, pieces)] == bytes_before
     assert one.snapshot().digest != given.digest
+
+
+class Tied(Small):
+    """A model in which two modules are one, as an output layer is its embedding."""
+
+    def layers(self) -> None:
+        return None
+
+    def model(self) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+                self.last.weight = self.first.weight
+
+        return Model()
+
+
+def test_the_file_of_a_model_has_every_name_of_a_tied_weight(tmp_path: Path) -> None:
+    """It is so whether the state itself is given or a copy of it."""
+    prepared = member(tmp_path, build=lambda layers: state_of(Tied()))
+    one, source = prepared.own.state, prepared.source
+    copied(prepared, -1)
+    weights = {name: value.clone() for name, value in one.module.state_dict().items()}
+    for applied in (-1, 0):
+        one.last_applied = applied
+        inventory = source.inventory(-1, STAGE)
+        file = model_file([inventory], lambda _, pieces: lambda: source.tensors(-1, STAGE, pieces), hashlib.sha256())
+        found = safetensors.torch.load(b"".join(bytes(piece) for piece in file))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+        one.module.load_state_dict(found, strict=True)
 
 
 def test_some_layers_of_a_state_or_of_a_copy_are_given(tmp_path: Path) -> None:
