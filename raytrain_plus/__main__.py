@@ -1,5 +1,5 @@
 """`python -m raytrain_plus` is `raytrain`."""
 
-from raytrain_plus.cli import main
+from raytrain_plus.cli.main import main
 
 main()

@@ -1,0 +1,1 @@
+"""The controller of a run: an actor that forms, watches and heals the group of workers."""

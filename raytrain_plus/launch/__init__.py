@@ -1,0 +1,1 @@
+"""Start runs, and reach those that are running."""

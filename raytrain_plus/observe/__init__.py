@@ -1,0 +1,1 @@
+"""What a run tells: its events, and what they add up to."""

@@ -1,0 +1,1 @@
+"""How the work of a step is divided: gradients and their sums, stages, slices."""

@@ -1,0 +1,1 @@
+"""A run that is known by its folder."""

@@ -1,0 +1,1 @@
+"""Files of runs and data, on file systems and on object stores."""

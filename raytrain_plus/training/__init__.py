@@ -1,0 +1,1 @@
+"""Steps: what a worker's training thread does."""

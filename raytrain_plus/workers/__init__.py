@@ -1,0 +1,1 @@
+"""A worker: an actor with control calls and one training thread."""

@@ -14,8 +14,8 @@ import click
 import click.testing
 import pytest
 
-from raytrain_plus import cli
-from raytrain_plus.cli_submitted import watch_job
+from raytrain_plus.cli import main as cli
+from raytrain_plus.cli.submitted import watch_job
 from raytrain_plus.errors import InputError, RunError, TrainingError
 from raytrain_plus.job.task_loader import load_task
 from raytrain_plus.launch import control

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import cli, cli_answer
-from raytrain_plus.cli_answer import error_fields
+from raytrain_plus.cli import answer
+from raytrain_plus.cli import main as cli
+from raytrain_plus.cli.answer import error_fields
 from raytrain_plus.errors import InputError, JobError, RaytrainError, RunError, TaskError, TrainingError
 from raytrain_plus.install.doctor import Check
 from raytrain_plus.launch.handle import Handle
@@ -26,7 +27,7 @@ RUN, JOB = "run-folder", "job.yaml"
 VERBS = {
     "run": (["run", JOB], "raytrain_plus.launch.runner.run"),
     "detach": (["run", JOB, "--detach"], "raytrain_plus.launch.runner.start"),
-    "submit": (["submit", JOB], "raytrain_plus.cli.submit_run"),
+    "submit": (["submit", JOB], "raytrain_plus.cli.main.submit_run"),
     "resume": (["resume", RUN], "raytrain_plus.launch.runner.resume"),
     "attach": (["attach", RUN], "raytrain_plus.runs.follow.watch"),
     "status": (["status", RUN], "raytrain_plus.runs.status.status"),
@@ -187,7 +188,7 @@ def test_a_report_is_printed_whatever_it_found(
 
 def process(stdout: Any, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a command with `--json` in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
     command = [sys.executable, "-m", "raytrain_plus", *words, "--json"]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
 
@@ -247,6 +248,6 @@ def test_a_result_is_read_with_its_error_as_a_text_or_an_object(tmp_path: Path) 
 
 
 def test_quiet_and_json_choose_the_view() -> None:
-    assert cli_answer.view_of(as_json=True, quiet=True) is None
-    assert isinstance(cli_answer.view_of(as_json=False, quiet=True), SummaryView)
-    assert isinstance(cli_answer.view_of(as_json=False, quiet=False), PlainView)
+    assert answer.view_of(as_json=True, quiet=True) is None
+    assert isinstance(answer.view_of(as_json=False, quiet=True), SummaryView)
+    assert isinstance(answer.view_of(as_json=False, quiet=False), PlainView)

@@ -1,0 +1,1 @@
+"""What is not Parquet, converted into Parquet once per node."""

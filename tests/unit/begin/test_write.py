@@ -12,10 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus import cli
 from raytrain_plus.begin.catalogue import TEMPLATES
 from raytrain_plus.checks.trial import TryingHere
 from raytrain_plus.checks.validate import validate_job
+from raytrain_plus.cli import main as cli
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.yaml import load_job
 

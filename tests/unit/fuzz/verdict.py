@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus import cli
+from raytrain_plus.cli import main as cli
 
 LIMIT_S = 20.0
 """Seconds of this process's own CPU time that one call may take; waiting and a busy machine do not count."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from raytrain_plus.begin.catalogue import TEMPLATES
-from raytrain_plus.cli_answer import Answer, json_option, reported
+from raytrain_plus.cli.answer import Answer, json_option, reported
 
 
 @click.command()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from raytrain_plus.cli_answer import Answer, answered, ended, failure, json_option, reported, view_of
-from raytrain_plus.cli_begin import data, init, install_horovod, new_job
-from raytrain_plus.cli_submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
+from raytrain_plus.cli.answer import Answer, answered, ended, failure, json_option, reported, view_of
+from raytrain_plus.cli.new_project import data, init, install_horovod, new_job
+from raytrain_plus.cli.submitted import asked_cluster, jobs_at, submit_resume, submit_run, watch_job
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import InputError, RaytrainError
 from raytrain_plus.install.missing_package import missing_package

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from raytrain_plus.cli_answer import Answer
+from raytrain_plus.cli.answer import Answer
 from raytrain_plus.errors import InputError
 from raytrain_plus.launch.ray_address import dashboard_of, named_dashboard
 from raytrain_plus.storage.address import is_address, split
