@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.lanes import Event
 from raytrain_plus import Result, run
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.observe.progress import ProgressView, say, view_for
 

@@ -418,7 +418,7 @@ def verify(
 @json_option
 def audit(run: str, storage: str, as_json: bool) -> int | Answer:
     """Check which rows a run used never, once, or repeatedly. RUN: a folder, an address, or a name."""
-    from raytrain_plus.data.audit import audit
+    from raytrain_plus.audit.audit import audit
     from raytrain_plus.runs.folder import find_run
 
     found = audit(find_run(run, storage).address)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data

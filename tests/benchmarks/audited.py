@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 
 REPOSITORY = Path(__file__).parents[2]
 

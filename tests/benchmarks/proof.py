@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import torch
 
 from raytrain_plus import Data, Job
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.data.ledger import NOTE, ROW_ID, row_ids
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.parts import Parts

@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, Job, Result, Workers, run
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.local import LocalFolder

@@ -36,7 +36,7 @@ from raytrain_plus import (
     Workers,
     load,
 )
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.state.checkpoint import survey

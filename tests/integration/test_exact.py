@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Parallel, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.elastic import Run, ended, job
 from tests.integration.tasks import write_data
 

@@ -16,7 +16,7 @@ from PIL import Image
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Evaluate, Job, Result, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.sources import HELD_OUT, TRAINED, rows
 from tests.unit.data.convert.test_tar_samples import write as write_tar

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Parallel, Profile, Workers, load
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.observe.step_profile import PHASES
 from tests.gpu import DEVICE, NEEDS_GPU, needs, sharing
 from tests.integration.elastic import Run, ended, job

@@ -16,7 +16,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Workers, resume
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.tasks import write_data

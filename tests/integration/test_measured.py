@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from raytrain_plus import Data, Evaluate, Parallel, Workers, resume
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data

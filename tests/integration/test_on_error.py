@@ -15,7 +15,7 @@ from PIL import Image
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Evaluate, Job, Workers
-from raytrain_plus.data.audit import Audit, audit
+from raytrain_plus.audit.audit import Audit, audit
 from raytrain_plus.observe.summary import summary
 from tests.integration.elastic import Run, job, raylets
 

@@ -17,7 +17,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Checkpoint, Data, Elastic, Evaluate, Job, Parallel, Result, Workers, resume
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Event, Run, born, job, raylets
 from tests.integration.tasks import write_data

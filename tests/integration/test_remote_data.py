@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from raytrain_plus import Data, Evaluate, Job, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.errors import DataError
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.storage.open import open_folder

@@ -20,7 +20,7 @@ from ray._private.state import state
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, RunError, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.ray_compat import drain_node
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, born, job, raylets

@@ -11,8 +11,8 @@ import pytest
 import ray
 
 from raytrain_plus import Workers
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.collective.rendezvous import RendezvousServer
-from raytrain_plus.data.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import HERE, POSSIBLE, THERE, cable, raylet_behind
 from tests.integration.tasks import write_data

@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from raytrain_plus import Data, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 

@@ -13,7 +13,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.ray_compat import draining_nodes
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import raylet

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from raytrain_plus import Elastic, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
 

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from raytrain_plus import Checkpoint, RunError, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder

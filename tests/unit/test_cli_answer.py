@@ -34,7 +34,7 @@ VERBS = {
     "validate": (["validate", JOB], "raytrain_plus.checks.validate.validate_job"),
     "data": (["data", JOB], "raytrain_plus.checks.data_report.data_report"),
     "verify": (["verify", JOB], "raytrain_plus.launch.verify.verify"),
-    "audit": (["audit", RUN], "raytrain_plus.data.audit.audit"),
+    "audit": (["audit", RUN], "raytrain_plus.audit.audit.audit"),
     "doctor": (["doctor"], "raytrain_plus.install.doctor.checks"),
 }
 """The words of each command that has `--json`, and the function that does its work."""

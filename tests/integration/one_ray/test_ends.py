@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus import Checkpoint, EarlyStop, Evaluate, Job, Parallel, Result, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.runs.export import Which, weights_of
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import status

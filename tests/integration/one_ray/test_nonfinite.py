@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 
 from raytrain_plus import Checkpoint, Elastic, Workers
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, write_share

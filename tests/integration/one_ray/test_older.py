@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from raytrain_plus import Result
-from raytrain_plus.data.audit import audit
+from raytrain_plus.audit.audit import audit
 from raytrain_plus.launch.runner import resume
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]

@@ -17,9 +17,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from raytrain_plus.audit.audit_record import read_record
 from raytrain_plus.controller.formation import Formed
 from raytrain_plus.controller.members import Reported
-from raytrain_plus.data.audit_record import read_record
 from raytrain_plus.errors import Interrupted, WorkerLost
 from raytrain_plus.job.settings import EarlyStop, Job
 from raytrain_plus.membership import events as e

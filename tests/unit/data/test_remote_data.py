@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus import Data, Evaluate, Job
+from raytrain_plus.audit.audit_faults import Faults
+from raytrain_plus.audit.audit_files import compare
 from raytrain_plus.checks.data_report import data_report
-from raytrain_plus.data.audit_faults import Faults
-from raytrain_plus.data.audit_files import compare
 from raytrain_plus.data.dataset import again, dataset
 from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.data.prepare import check_preparable

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.audit_faults import KEPT, Faults
-from raytrain_plus.data.audit_order import ExpectedOrder, Ints, Skips, Words
+from raytrain_plus.audit.audit_faults import KEPT, Faults
+from raytrain_plus.audit.audit_order import ExpectedOrder, Ints, Skips, Words
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.audit_faults import Faults
-from raytrain_plus.data.audit_order import ExpectedOrder, Ints
+from raytrain_plus.audit.audit_faults import Faults
+from raytrain_plus.audit.audit_order import ExpectedOrder, Ints
 from raytrain_plus.errors import first_line
 from raytrain_plus.storage.interface import Folder
 

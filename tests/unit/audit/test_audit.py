@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
-from raytrain_plus.data.audit import Audit, Epoch, audit
+from raytrain_plus.audit.audit import Audit, Epoch, audit
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger import NOTE, SKIPPED, row_ids
 from raytrain_plus.data.of_job import sample_order_of

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
-from raytrain_plus.data.audit import audit
-from raytrain_plus.data.audit_mix import ExpectedMix
+from raytrain_plus.audit.audit import audit
+from raytrain_plus.audit.audit_mix import ExpectedMix
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger import NOTE, ROW_ID
 from raytrain_plus.data.mixed_order import apportioned, pattern_of
@@ -24,7 +24,7 @@ from raytrain_plus.data.reader import Batches
 from raytrain_plus.data.source import read_unit
 from raytrain_plus.data.transform_block import Rows
 from raytrain_plus.errors import InputError
-from tests.unit.data.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
+from tests.unit.audit.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 
 
 def job_of(folder: Path, weights: list[float], *, steps: int, shards: int = 4, batch: int = 12, **data: object) -> Job:

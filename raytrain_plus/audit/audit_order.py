@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.audit_faults import Faults
-from raytrain_plus.data.audit_files import images_below
+from raytrain_plus.audit.audit_faults import Faults
+from raytrain_plus.audit.audit_files import images_below
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from raytrain_plus.data.audit_entries import find_doubled_and_missing, only_due, read_entries
-from raytrain_plus.data.audit_faults import Faults
-from raytrain_plus.data.audit_files import compare
-from raytrain_plus.data.audit_mix import ExpectedMix, files_by_source
-from raytrain_plus.data.audit_order import Epoch, ExpectedOrder
-from raytrain_plus.data.audit_record import Record, read_record
-from raytrain_plus.data.audit_skipped import SkippedRows, find_skipped
+from raytrain_plus.audit.audit_entries import find_doubled_and_missing, only_due, read_entries
+from raytrain_plus.audit.audit_faults import Faults
+from raytrain_plus.audit.audit_files import compare
+from raytrain_plus.audit.audit_mix import ExpectedMix, files_by_source
+from raytrain_plus.audit.audit_order import Epoch, ExpectedOrder
+from raytrain_plus.audit.audit_record import Record, read_record
+from raytrain_plus.audit.audit_skipped import SkippedRows, find_skipped
 from raytrain_plus.errors import InputError, StorageError, first_line
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.storage import json_shape as has

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.audit_faults import Faults
+from raytrain_plus.audit.audit_faults import Faults
 from raytrain_plus.errors import first_line
 from raytrain_plus.storage.place import Place, RemotePath, in_parallel
 

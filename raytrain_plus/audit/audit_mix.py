@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.audit_order import ExpectedOrder, Ints, Skips, Words, chain
+from raytrain_plus.audit.audit_order import ExpectedOrder, Ints, Skips, Words, chain
 
 LONGEST = 10_000
 """Places of the pattern if the weights are no ratio of small whole numbers."""
