@@ -1,4 +1,4 @@
-"""Check a job before it runs: its sizes, its data, and its task, which a trial may run (`checks.trial`)."""
+"""Check a job before it runs: its sizes, its data, and its task, which a trial may run (`checks.trial_process`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raytrain_plus.checks.trial import Trying
+from raytrain_plus.checks.trial_process import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.files import data_exists
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from raytrain_plus.parallel.pipeline.forecast import Forecast
     from raytrain_plus.parallel.pipeline.partition import Layer
     from raytrain_plus.task import Task
-    from raytrain_plus.training.trial import Trial
+    from raytrain_plus.trial.task_trial import Trial
 
 NAMED = 3
 """Maximum number of file names in a message."""
@@ -386,7 +386,7 @@ def _forecast(
         partition_within_memory,
         sharing_optimizer,
     )
-    from raytrain_plus.training.memory_limits import total_memory
+    from raytrain_plus.trial.memory_limits import total_memory
 
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule

@@ -363,7 +363,7 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bo
 
     loaded, roots = load_job(job, overrides)
     from raytrain_plus.checks.cluster_file import fit
-    from raytrain_plus.checks.trial import trying_apart
+    from raytrain_plus.checks.trial_process import trying_apart
     from raytrain_plus.checks.validate import validate_job
 
     found = None if cluster is None else fit(loaded, cluster)

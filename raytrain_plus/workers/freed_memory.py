@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import psutil
 
-from raytrain_plus.training.memory_limits import is_memory_short
+from raytrain_plus.trial.memory_limits import is_memory_short
 
 PERIOD_S = 0.1
 """Seconds between two looks. A preparing worker can free half a gigabyte a second."""

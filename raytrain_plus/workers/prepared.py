@@ -32,13 +32,13 @@ from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
 from raytrain_plus.training.build import build_state, divided_layers, slicing_of, task_of
 from raytrain_plus.training.division import Division
-from raytrain_plus.training.measure import measure_layers
-from raytrain_plus.training.memory_limits import total_memory
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.technique import technique_of
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.trained import Named, units_of
-from raytrain_plus.training.trial import Trial, check_alike, try_task
+from raytrain_plus.trial.measure import measure_layers
+from raytrain_plus.trial.memory_limits import total_memory
+from raytrain_plus.trial.task_trial import Trial, check_alike, try_task
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.data_check import same_data, sights_of
 from raytrain_plus.workers.feeds import Feeds

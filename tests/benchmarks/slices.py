@@ -35,13 +35,13 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.model import build_chunks
 from raytrain_plus.training.replica import replica_stage
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.trial.footprint import kept_bytes
 from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
 
 HEAD_DIM, LENGTH, ROWS, BYTES = 32, 128, 8, 256

@@ -31,7 +31,6 @@ from raytrain_plus.torch_compat import DEAR_OPERATIONS, compiled_graphs
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.masters import to_bfloat16
-from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.recompute import recompute_layers
@@ -39,6 +38,7 @@ from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.trained import Trained
+from raytrain_plus.trial.measure import measure_layers
 
 ROWS, STEPS, CLIP_NORM = 8, 2, 1.0
 """Rows and number of the steps that one turn makes."""

@@ -21,7 +21,7 @@ from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.measure import TIMES
+from raytrain_plus.trial.measure import TIMES
 from tests.benchmarks.incidents import Incident
 from tests.benchmarks.peers.model import REPOSITORY, SIZES, WORKERS, Log, kill_some, started
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.begin.catalogue import TEMPLATES
-from raytrain_plus.checks.trial import TryingHere
+from raytrain_plus.checks.trial_process import TryingHere
 from raytrain_plus.checks.validate import validate_job
 from raytrain_plus.cli import main as cli
 from raytrain_plus.errors import DataError

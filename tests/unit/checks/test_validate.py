@@ -21,11 +21,11 @@ from torch import nn
 from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
 from raytrain_plus.checks import validate
 from raytrain_plus.checks.data_report import data_report
-from raytrain_plus.checks.trial import TryingHere, trying_apart
+from raytrain_plus.checks.trial_process import TryingHere, trying_apart
 from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training import memory_limits
+from raytrain_plus.trial import memory_limits
 
 
 def write(folder: Path, name: str) -> None:

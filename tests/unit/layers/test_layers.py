@@ -21,7 +21,7 @@ from raytrain_plus.layers import (
 )
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers
-from raytrain_plus.training.footprint import kept_bytes
+from raytrain_plus.trial.footprint import kept_bytes
 from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, noted, whole
 
 WIDTH, HEADS, WORDS = 64, 4, 48

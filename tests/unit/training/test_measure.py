@@ -17,10 +17,10 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
 from raytrain_plus.parallel.pipeline.partition import counted_cost
-from raytrain_plus.training.measure import count_operations, measure_layers
 from raytrain_plus.training.model import layer_names
 from raytrain_plus.training.precision import FP32
 from raytrain_plus.training.technique import PLAIN
+from raytrain_plus.trial.measure import count_operations, measure_layers
 
 CPU = torch.device("cpu")
 BATCH = Microbatch({"x": torch.randn(5, 6), "y": torch.tensor([0, 1, 2, 0, 1])}, 5)

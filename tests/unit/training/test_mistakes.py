@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.training.mistakes import advice_for
+from raytrain_plus.trial.mistakes import advice_for
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from raytrain_plus.training.evaluation import evaluate
 from raytrain_plus.training.loss import task_loss
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trial import try_on_cpu
+from raytrain_plus.trial.task_trial import try_on_cpu
 from tests.unit.data.test_tokens import job, save
 from tests.unit.training.group import context
 

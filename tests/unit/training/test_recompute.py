@@ -19,13 +19,13 @@ from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.applied import Applied
 from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.footprint import kept_bytes
-from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import build_model
 from raytrain_plus.training.precision import FP32, Precision
 from raytrain_plus.training.recompute import check_layers, recompute_layers
 from raytrain_plus.training.technique import Technique
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.trial.footprint import kept_bytes
+from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.workers.state_source import sha256_of
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Deep

@@ -29,15 +29,15 @@ from raytrain_plus.task import Task as AnyTask
 from raytrain_plus.training import replica as replica_module
 from raytrain_plus.training.build import whole_steps
 from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.measure import measure_layers
 from raytrain_plus.training.model import build_chunks, build_model
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.replica import ReplicaStage, replica_stage
-from raytrain_plus.training.slice_check import check_slices
 from raytrain_plus.training.step import SynchronousSteps
 from raytrain_plus.training.synchronous import Synchronous
 from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.trial.measure import measure_layers
+from raytrain_plus.trial.slice_check import check_slices
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
 from tests.unit.parallel.tensor import hosting

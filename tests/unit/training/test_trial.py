@@ -35,11 +35,11 @@ from raytrain_plus import (
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
-from raytrain_plus.training import trial
 from raytrain_plus.training.build import build_state
-from raytrain_plus.training.fits import check_fits
-from raytrain_plus.training.footprint import Footprint
-from raytrain_plus.training.trial import Trial, check_alike, try_on_cpu, try_whole
+from raytrain_plus.trial import task_trial
+from raytrain_plus.trial.fits import check_fits
+from raytrain_plus.trial.footprint import Footprint
+from raytrain_plus.trial.task_trial import Trial, check_alike, try_on_cpu, try_whole
 
 ROWS, WIDTH = 64, 6
 
@@ -297,7 +297,7 @@ def test_the_metric_of_the_best_checkpoint_is_returned(
 
 
 def test_a_state_that_does_not_fit_is_named_before_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "total_memory", lambda device: 1 << 20)
+    monkeypatch.setattr(task_trial, "total_memory", lambda device: 1 << 20)
     with pytest.raises(InputError, match="the training state of a worker takes about") as caught:
         tried(job(tmp_path))
     assert caught.value.where == "parallel.sharded"
@@ -333,7 +333,7 @@ def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path) -> N
 
 
 def test_a_long_microbatch_is_tried_with_fewer_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "LONG_S", 1e-9)
+    monkeypatch.setattr(task_trial, "LONG_S", 1e-9)
     found = tried(job(tmp_path))
     assert (found.rows, found.of_rows) == (4, 8)
     assert found.remarks == ("a microbatch of 8 rows takes long, so one of 4 rows was tried",)

@@ -26,8 +26,8 @@ from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import make_deterministic
 from raytrain_plus.training.technique import PLAIN, Technique
 from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trial import try_task
 from raytrain_plus.training.unshared import Attributes
+from raytrain_plus.trial.task_trial import try_task
 from tests.unit.training.group import Group, context
 from tests.unit.training.test_optimizer import Plain, job, trial
 

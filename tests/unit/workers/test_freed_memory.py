@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytrain_plus.training import memory_limits
-from raytrain_plus.training.memory_limits import is_memory_short
+from raytrain_plus.trial import memory_limits
+from raytrain_plus.trial.memory_limits import is_memory_short
 from raytrain_plus.workers.freed_memory import WORTH, return_freed
 
 LIBC = ctypes.CDLL(None)

@@ -23,7 +23,6 @@ from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
-from raytrain_plus.training.footprint import kept_bytes
 from raytrain_plus.training.loss import check_depends, task_loss
 from raytrain_plus.training.model import (
     WHOLE,
@@ -38,6 +37,7 @@ from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.randomness import random_key, set_random_key
 from raytrain_plus.training.recompute import check_layers
 from raytrain_plus.training.technique import Technique
+from raytrain_plus.trial.footprint import kept_bytes
 
 TIMES = 2
 """How often a layer is timed; the fastest run counts."""

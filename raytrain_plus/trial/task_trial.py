@@ -47,27 +47,27 @@ from raytrain_plus.training.added_state import AddedState
 from raytrain_plus.training.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
 from raytrain_plus.training.context import StepContext
 from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.fits import check_fits, check_layers_fit, fitting_state
-from raytrain_plus.training.footprint import Footprint, measure_footprint
 from raytrain_plus.training.loss import TaskLoss, held_out_metrics, task_loss
-from raytrain_plus.training.measure import Alone, backward, each_layer, forward, measure_layers
-from raytrain_plus.training.memory_limits import held_memory, total_memory
 from raytrain_plus.training.metric_sums import checked, numbers
-from raytrain_plus.training.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.training.model import pass_names, train_as_built
 from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.part import check_hooks, hooked_parameters
 from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.remarks import attributes_changed, scaled_hooks, stays_in_evaluation, woken
 from raytrain_plus.training.scheduler import build_scheduler
-from raytrain_plus.training.shard_cost import ShardCost, measure_shard_cost
-from raytrain_plus.training.slice_check import check_slices
-from raytrain_plus.training.state_size import StateSize
 from raytrain_plus.training.step import UNDEFINED, SynchronousSteps
 from raytrain_plus.training.technique import Technique, technique_of
 from raytrain_plus.training.thread_control import Control
 from raytrain_plus.training.train_state import TrainState
 from raytrain_plus.training.unshared import Unshared
+from raytrain_plus.trial.fits import check_fits, check_layers_fit, fitting_state
+from raytrain_plus.trial.footprint import Footprint, measure_footprint
+from raytrain_plus.trial.measure import Alone, backward, each_layer, forward, measure_layers
+from raytrain_plus.trial.memory_limits import held_memory, total_memory
+from raytrain_plus.trial.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
+from raytrain_plus.trial.shard_cost import ShardCost, measure_shard_cost
+from raytrain_plus.trial.slice_check import check_slices
+from raytrain_plus.trial.state_size import StateSize
 
 SMALL, LARGE = 2, 4
 """Rows of the two forward passes from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""

@@ -15,9 +15,9 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
-from raytrain_plus.training.footprint import Footprint
-from raytrain_plus.training.memory_limits import held_memory
-from raytrain_plus.training.state_size import StateSize, count_state
+from raytrain_plus.trial.footprint import Footprint
+from raytrain_plus.trial.memory_limits import held_memory
+from raytrain_plus.trial.state_size import StateSize, count_state
 
 
 def fitting_state(job: Job, task: Task, device: torch.device, room: int) -> StateSize | None:

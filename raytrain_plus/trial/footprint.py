@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from raytrain_plus.torch_compat import CreatedStorages
-from raytrain_plus.training.memory_limits import held_memory
+from raytrain_plus.trial.memory_limits import held_memory
 
 
 @dataclass(frozen=True, slots=True)

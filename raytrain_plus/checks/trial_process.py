@@ -1,4 +1,4 @@
-"""Try a job's task before it runs: make the missing data, then see `training.trial`; in a process of its own."""
+"""Try a job's task before it runs: make the missing data, then see `trial.task_trial`; in a process of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 
 if TYPE_CHECKING:
-    from raytrain_plus.training.trial import Trial
+    from raytrain_plus.trial.task_trial import Trial
 
 TRIAL_S = 300.0
 """Maximum seconds of a trial, once the data is there."""
@@ -56,7 +56,7 @@ class TryingHere:
     def result(self) -> Trial:
         """See `Trying`."""
         # Loaded here, because it loads torch.
-        from raytrain_plus.training.trial import try_on_cpu
+        from raytrain_plus.trial.task_trial import try_on_cpu
 
         job = self._job
         code = load_user_code(job, self._search)

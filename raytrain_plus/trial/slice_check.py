@@ -33,10 +33,10 @@ from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.loss import task_loss
-from raytrain_plus.training.measure import Alone, each_layer, forward
 from raytrain_plus.training.model import Built, build_layers, pass_names, train_as_built
 from raytrain_plus.training.precision import Precision
 from raytrain_plus.training.technique import Technique
+from raytrain_plus.trial.measure import Alone, each_layer, forward
 
 TOLERANCE = 1e-3
 """The largest difference of two outputs, of the largest value of one: they round differently."""

@@ -1,0 +1,1 @@
+"""What is tried before a run, and trains nothing: the task, its memory, the cost of its layers."""
