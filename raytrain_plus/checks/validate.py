@@ -42,7 +42,7 @@ from raytrain_plus.parallel.sizing import many_passes, sharded_lines, share_of, 
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import Place, place_of
 from raytrain_plus.storage.size_text import size_text
-from raytrain_plus.training.layers import layers_of
+from raytrain_plus.training.model.layer_names import layers_of
 
 if TYPE_CHECKING:
     from raytrain_plus.parallel.pipeline.forecast import Forecast
@@ -361,9 +361,9 @@ def _check_model(job: Job, task: Task) -> None:
     `task`: used for nothing else, because it may keep the model without values that is built here.
     """
     # Imported here because these modules load torch.
-    from raytrain_plus.training.model import parameters_of
-    from raytrain_plus.training.part import check_summable
-    from raytrain_plus.training.scheduler import check_scheduler
+    from raytrain_plus.training.model.model import parameters_of
+    from raytrain_plus.training.weights.model_part import check_summable
+    from raytrain_plus.training.weights.scheduler import check_scheduler
 
     with as_task_error(f"the model of {type(task).__name__} cannot be checked", f"task: {job.task}"):
         named = parameters_of(task)

@@ -22,7 +22,7 @@ from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.runs.process import lives
-from raytrain_plus.training.records import Record
+from raytrain_plus.training.exchange.step_records import Record
 from raytrain_plus.workers.imports import imports_of
 from raytrain_plus.workers.messages import Sent, Written
 from raytrain_plus.workers.pool import Pool

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.timeline import Bar
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 
 Drawing = Mapping[tuple[int, int], tuple[Bar, ...]]
 """(replica, stage) -> its activities, with times in seconds since the first of them began."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 
 
 class Clocks:

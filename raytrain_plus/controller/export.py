@@ -35,7 +35,7 @@ from raytrain_plus.state.whole import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
-from raytrain_plus.training.early_stop import verdict
+from raytrain_plus.training.exchange.early_stop import verdict
 from raytrain_plus.workers.messages import Export
 
 ENDS_KEPT = 2

@@ -38,7 +38,7 @@ from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, PROFILE, T
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.training.records import Record, Remark, StepRecord, in_order
+from raytrain_plus.training.exchange.step_records import Record, Remark, StepRecord, in_order
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
 
 log = logging.getLogger(__name__)

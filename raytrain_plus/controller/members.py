@@ -17,7 +17,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, members_in
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
-from raytrain_plus.training.records import Evaluated, Record
+from raytrain_plus.training.exchange.step_records import Evaluated, Record
 from raytrain_plus.trial.mistakes import check_best
 from raytrain_plus.workers.messages import Outcome
 

@@ -25,7 +25,7 @@ from raytrain_plus.membership.group import Phase, holders, members_in
 from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, unresponsive
 from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.observe.run_progress import plural
-from raytrain_plus.training.records import Activity
+from raytrain_plus.training.exchange.step_records import Activity
 
 PULSE_S = 0.5
 """Seconds between two questions to a worker."""

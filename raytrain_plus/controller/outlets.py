@@ -18,7 +18,7 @@ from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.observe.trackers import Relay, Trackers
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 
 log = logging.getLogger(__name__)
 

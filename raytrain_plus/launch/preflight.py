@@ -38,7 +38,7 @@ from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training.layers import layers_of
+from raytrain_plus.training.model.layer_names import layers_of
 from raytrain_plus.workers.messages import Plan
 
 _DATASET = has.object_of(

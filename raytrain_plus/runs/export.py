@@ -38,9 +38,9 @@ from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import task_of
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.randomness import random_key, set_random_key
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.step.build import task_of
 
 Weights = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")

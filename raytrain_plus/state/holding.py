@@ -57,7 +57,7 @@ False in the states of older versions, in which all modules were put into traini
 
 
 NOTHING_ADDED = "nothing added"
-"""A key of `Holding.rules`: a forward pass that adds state to the model is refused: see `training.added_state`.
+"""A key of `Holding.rules`: a forward pass that adds state to the model is refused: see `training.model.added_state`.
 
 False in the states of older versions, which did not notice it.
 """

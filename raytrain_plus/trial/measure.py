@@ -23,8 +23,7 @@ from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import counting_operations, pytree
-from raytrain_plus.training.loss import check_depends, task_loss
-from raytrain_plus.training.model import (
+from raytrain_plus.training.model.model import (
     WHOLE,
     Built,
     build_layers,
@@ -33,10 +32,11 @@ from raytrain_plus.training.model import (
     pass_names,
     train_as_built,
 )
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.randomness import random_key, set_random_key
-from raytrain_plus.training.recompute import check_layers
-from raytrain_plus.training.technique import Technique
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.recompute import check_layers
+from raytrain_plus.training.passes.task_loss import check_depends, task_loss
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 
 TIMES = 2

@@ -11,9 +11,9 @@ import torch
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.device_copies import BatchCopies
 from raytrain_plus.job.settings import Job
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.loss import task_loss
-from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.passes.task_loss import task_loss
+from raytrain_plus.training.step.step import SynchronousSteps
 
 MOST = 0.2
 """The largest share of its passes that a shard's own cost should be."""

@@ -32,10 +32,10 @@ from raytrain_plus.parallel.tensor.modules import part_of
 from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
-from raytrain_plus.training.loss import task_loss
-from raytrain_plus.training.model import Built, build_layers, pass_names, train_as_built
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.technique import Technique
+from raytrain_plus.training.model.model import Built, build_layers, pass_names, train_as_built
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.passes.task_loss import task_loss
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.measure import Alone, each_layer, forward
 
 TOLERANCE = 1e-3

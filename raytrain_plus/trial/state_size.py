@@ -16,9 +16,9 @@ from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.job.settings import Job
 from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.task import Task
-from raytrain_plus.training.division import optimizer_bytes
-from raytrain_plus.training.masters import copy_bytes
-from raytrain_plus.training.model import layer_names, model_without_values
+from raytrain_plus.training.model.model import layer_names, model_without_values
+from raytrain_plus.training.weights.masters import copy_bytes
+from raytrain_plus.training.weights.shardable import optimizer_bytes
 
 LAYERS_AT_ONCE = 2
 """Layers whose weights, or gradients, exist together where they are gathered: while one computes, the next arrives."""

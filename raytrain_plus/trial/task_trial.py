@@ -43,23 +43,23 @@ from raytrain_plus.state.holding import MEAN_LOSS, NEW_RULES, NOTHING_ADDED
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import graph_breaks, has_backward_hooks
-from raytrain_plus.training.added_state import AddedState
-from raytrain_plus.training.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.loss import TaskLoss, held_out_metrics, task_loss
-from raytrain_plus.training.metric_sums import checked, numbers
-from raytrain_plus.training.model import pass_names, train_as_built
-from raytrain_plus.training.optimizer import build_optimizer, check_own_parameters, takes_model
-from raytrain_plus.training.part import check_hooks, hooked_parameters
-from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.remarks import attributes_changed, scaled_hooks, stays_in_evaluation, woken
-from raytrain_plus.training.scheduler import build_scheduler
-from raytrain_plus.training.step import UNDEFINED, SynchronousSteps
-from raytrain_plus.training.technique import Technique, technique_of
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.unshared import Unshared
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.remarks import attributes_changed, scaled_hooks, stays_in_evaluation, woken
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.added_state import AddedState
+from raytrain_plus.training.model.model import pass_names, train_as_built
+from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.model.unshared import Unshared
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.passes.metric_sums import checked, numbers
+from raytrain_plus.training.passes.task_loss import TaskLoss, held_out_metrics, task_loss
+from raytrain_plus.training.step.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
+from raytrain_plus.training.step.step import UNDEFINED, SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import check_hooks, hooked_parameters
+from raytrain_plus.training.weights.optimizer import build_optimizer, check_own_parameters, takes_model
+from raytrain_plus.training.weights.scheduler import build_scheduler
+from raytrain_plus.training.weights.step_options import Technique, technique_of
 from raytrain_plus.trial.fits import check_fits, check_layers_fit, fitting_state
 from raytrain_plus.trial.footprint import Footprint, measure_footprint
 from raytrain_plus.trial.measure import Alone, backward, each_layer, forward, measure_layers

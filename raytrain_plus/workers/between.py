@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_plus.errors import RunError
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Outcome, ShareOf
 from raytrain_plus.workers.prepared import Prepared

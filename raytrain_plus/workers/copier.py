@@ -54,7 +54,7 @@ class _Out:
 
 
 class Copier:
-    """Implements `training.loop.Copying`."""
+    """Implements `training.step.loop.Copying`."""
 
     def __init__(self, worker: str, holding: Callable[[], Holding], every_steps: int) -> None:
         self._worker = worker

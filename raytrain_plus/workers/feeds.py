@@ -21,9 +21,9 @@ from raytrain_plus.data.transform_block import Rows, Transform
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.ray_compat import ray_data_on_the_head
-from raytrain_plus.training.loop import Evaluation, Feed
-from raytrain_plus.training.passes import Shards
-from raytrain_plus.training.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.passes.passes import Shards
+from raytrain_plus.training.step.loop import Evaluation, Feed
 from raytrain_plus.workers.messages import Plan
 
 

@@ -27,12 +27,8 @@ from raytrain_plus.parallel.pipeline.transport import Peers
 from raytrain_plus.state.holding import AS_BUILT, MEAN_LOSS, WEIGHTED
 from raytrain_plus.state.stages import all_but, everything
 from raytrain_plus.state.transfer import restricted, undigested
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.early_stop import Evaluations
-from raytrain_plus.training.loop import Feed, Steps, StepTimeouts, not_profiled, train
-from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.records import Evaluated, Remark, StepRecord
-from raytrain_plus.training.remarks import (
+from raytrain_plus.training.exchange.early_stop import Evaluations
+from raytrain_plus.training.exchange.remarks import (
     loss_weighted,
     modes_changed,
     rows_counted,
@@ -40,12 +36,16 @@ from raytrain_plus.training.remarks import (
     stays_in_evaluation,
     woken,
 )
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.thread_control import Control, Place
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.window import OverlappingSteps
+from raytrain_plus.training.exchange.step_records import Evaluated, Remark, StepRecord
+from raytrain_plus.training.exchange.thread_control import Control, Place
+from raytrain_plus.training.passes.pipedream import PipeDream
+from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.loop import Feed, Steps, StepTimeouts, not_profiled, train
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.step.window import OverlappingSteps
+from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.device_fault import device_fault
 from raytrain_plus.workers.gpu_meter import metered

@@ -22,7 +22,7 @@ from raytrain_plus.state.stages import REST, own_tree
 from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
-from raytrain_plus.training.records import Record
+from raytrain_plus.training.exchange.step_records import Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

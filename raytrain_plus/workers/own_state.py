@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.messages import Layers
 
 

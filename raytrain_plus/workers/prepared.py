@@ -30,12 +30,12 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state, divided_layers, slicing_of, task_of
-from raytrain_plus.training.division import Division
-from raytrain_plus.training.randomness import make_deterministic, random_key, set_random_key
-from raytrain_plus.training.technique import technique_of
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trained import Named, units_of
+from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.step.build import build_state, divided_layers, slicing_of, task_of
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.optimized_rows import Named, units_of
+from raytrain_plus.training.weights.shardable import Division
+from raytrain_plus.training.weights.step_options import technique_of
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.trial.memory_limits import total_memory
 from raytrain_plus.trial.task_trial import Trial, check_alike, try_task

@@ -10,10 +10,10 @@ import torch
 from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker, peak_of
 from raytrain_plus.runs.folder import PROFILE
 from raytrain_plus.storage.claimed import Claimed
-from raytrain_plus.training.build import task_of
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.profiling import Profiling, not_profiled
-from raytrain_plus.training.records import Remark
+from raytrain_plus.training.exchange.step_records import Remark
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.profile.profiling import Profiling, not_profiled
+from raytrain_plus.training.step.build import task_of
 from raytrain_plus.trial.measure import count_operations
 from raytrain_plus.workers.messages import Assignment
 from raytrain_plus.workers.prepared import Prepared

@@ -11,7 +11,7 @@ from ray.exceptions import RayError
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.state.transfer import Snapshot, snapshot_digest
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.thread_control import Control
 
 LOOK_S = 0.02
 """Seconds between two checks for a request, while a copy of the state is on its way."""

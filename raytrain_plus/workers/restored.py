@@ -18,8 +18,8 @@ from raytrain_plus.state.stages import all_but, own_tensors, own_tree
 from raytrain_plus.state.transfer import Packed, Snapshot
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.retry import retry
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trained import Trained
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.workers.messages import Layers
 from raytrain_plus.workers.prepared import Prepared
 

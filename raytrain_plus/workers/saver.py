@@ -42,7 +42,7 @@ class Part:
 
 
 class Saver:
-    """Implements `training.loop.CheckpointWriter`."""
+    """Implements `training.step.loop.CheckpointWriter`."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from torch import nn
 from raytrain_plus.job.task_loader import is_signal
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.task import Task
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.model.model import build_model
 from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.prepared import Prepared
 from raytrain_plus.workers.task_error import as_training_error

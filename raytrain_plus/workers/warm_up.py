@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
-from raytrain_plus.training.build import own_share, whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.step.build import own_share, whole_steps
 from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.prepared import Prepared
 

@@ -25,8 +25,8 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
-from raytrain_plus.training.records import Activity
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.step_records import Activity
+from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers import between
 from raytrain_plus.workers.device_fault import Brokenness, device_fault, device_name
 from raytrain_plus.workers.generation import Generation

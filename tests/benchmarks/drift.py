@@ -23,11 +23,11 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
 
 SHARDS, ROWS, STEPS, CLASSES, SEED = 4, 8, 25, 10, 0
 CPU = torch.device("cpu")

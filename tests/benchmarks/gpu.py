@@ -33,14 +33,14 @@ from raytrain_plus.device_copies import pinned
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.observe.step_profile import peak_of
 from raytrain_plus.task import RunFacts
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import Technique
 
 ROWS = 24
 """Rows of a step: a multiple of every number of shards."""

@@ -39,12 +39,12 @@ from raytrain_plus.job.yaml import load_job
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.early_stop import Evaluations
-from raytrain_plus.training.loop import StepTimeouts, train
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.early_stop import Evaluations
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.loop import StepTimeouts, train
+from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.saver import Saver
 

@@ -36,16 +36,16 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Axis, Shape
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.model import build_chunks
-from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.window import OverlappingSteps
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_chunks
+from raytrain_plus.training.passes.pipedream import PipeDream
+from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.step.window import OverlappingSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.benchmarks.pipeline import Pause
 
 REPOSITORY = Path(__file__).parents[2]

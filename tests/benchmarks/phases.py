@@ -36,7 +36,7 @@ from raytrain_plus.job.task_loader import build_task, load_task
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.observe.step_profile import Phase
-from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.step.step import SynchronousSteps
 from tests.benchmarks.costs import REPOSITORY
 from tests.benchmarks.loop import prepared
 from tests.benchmarks.tasks import Gpt2, Mlp

@@ -34,8 +34,8 @@ from raytrain_plus.data.sample_order import SampleOrder
 from raytrain_plus.data.source import Index, index
 from raytrain_plus.data.transform_block import without_ids
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training import header
-from raytrain_plus.training.rider import from_digits, to_digits
+from raytrain_plus.training.exchange import header
+from raytrain_plus.training.weights.first_bucket import from_digits, to_digits
 from tests.benchmarks.costs import REPOSITORY, job, loop
 
 WORKERS, SHARDS = 4, 12

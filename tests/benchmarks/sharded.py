@@ -32,13 +32,13 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.membership.owners import balanced
 from raytrain_plus.task import RunFacts
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.division import divide
-from raytrain_plus.training.model import build_layers, build_model
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_layers, build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.shardable import divide
 from tests.benchmarks.loop import credentials_for, formation
 
 ROWS = 2

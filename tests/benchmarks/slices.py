@@ -34,13 +34,13 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.model import build_chunks
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_chunks
+from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.trial.footprint import kept_bytes
 from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
 

@@ -28,16 +28,16 @@ from raytrain_plus.job import setting_types
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts
 from raytrain_plus.torch_compat import DEAR_OPERATIONS, compiled_graphs
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.masters import to_bfloat16
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.recompute import recompute_layers
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.trained import Trained
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.recompute import recompute_layers
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.masters import to_bfloat16
+from raytrain_plus.training.weights.optimized_rows import Trained
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.measure import measure_layers
 
 ROWS, STEPS, CLIP_NORM = 8, 2, 1.0

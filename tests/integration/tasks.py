@@ -34,8 +34,8 @@ from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.storage import local
 from raytrain_plus.torch_compat import compiled_graphs
-from raytrain_plus.training import synchronous
-from raytrain_plus.training.replica import ReplicaStage
+from raytrain_plus.training.passes import synchronous
+from raytrain_plus.training.passes.stage import ReplicaStage
 from raytrain_plus.workers.notices import listen
 
 

@@ -14,7 +14,7 @@ from raytrain_plus.controller.totals import WARM_UP_S, Totals
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 
 
 def record(step: int, time: float, seconds: float = 1.0, waited_s: float = 0.0) -> StepRecord:

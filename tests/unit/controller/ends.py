@@ -33,9 +33,9 @@ from raytrain_plus.state.checkpoint import read_tensors, survey, write_share
 from raytrain_plus.state.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest, void
 from raytrain_plus.state.stages import all_but, own_tensors
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.early_stop import verdict
-from raytrain_plus.training.header import either
-from raytrain_plus.training.records import Activity, StepRecord
+from raytrain_plus.training.exchange.early_stop import verdict
+from raytrain_plus.training.exchange.header import either
+from raytrain_plus.training.exchange.step_records import Activity, StepRecord
 from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, Written
 from tests.unit.controller.fakes import Run
 from tests.unit.controller.simulated_worker import (

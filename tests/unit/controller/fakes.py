@@ -25,7 +25,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.runs.history import Past
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
 
 SHARDS = 2

@@ -30,13 +30,13 @@ from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.state.shares import share_of
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.task import Task
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Evaluations
-from raytrain_plus.training.header import Flags
-from raytrain_plus.training.loop import Evaluation, StepTimeouts, train
-from raytrain_plus.training.metric_sums import Means, MetricSums
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.early_stop import Evaluations
+from raytrain_plus.training.exchange.header import Flags
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.passes.metric_sums import Means, MetricSums
+from raytrain_plus.training.step.loop import Evaluation, StepTimeouts, train
 from raytrain_plus.workers.messages import Assignment, Layers, ShareOf
 from tests.unit.controller.fakes import NOTES, SHARDS
 

@@ -8,7 +8,7 @@ from raytrain_plus.controller.bubble import Bubble
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 
 
 def record(

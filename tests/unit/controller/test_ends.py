@@ -18,7 +18,7 @@ from raytrain_plus.membership.group import Phase
 from raytrain_plus.membership.machine import Rule
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.training.early_stop import Evaluations
+from raytrain_plus.training.exchange.early_stop import Evaluations
 from tests.unit.controller.ends import Accused, Ends, expected_of
 from tests.unit.controller.fakes import job_of
 from tests.unit.controller.simulated_worker import METRIC, Writer

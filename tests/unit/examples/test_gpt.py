@@ -21,9 +21,9 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.data.page_checksum import without_checksums
 from raytrain_plus.data.source import index
 from raytrain_plus.job.yaml import load_job
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")

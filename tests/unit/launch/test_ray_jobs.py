@@ -105,10 +105,10 @@ def test_an_environment_named_like_a_folder_of_this_package_excludes_none_of_it(
     """Ray applies the folder's exclude patterns also to an uploaded module."""
     folder = filled(tmp_path / "project", "training/pyvenv.cfg", "training/lib/a.py")
     assert sent(folder) == []
-    package = filled(tmp_path / "raytrain_plus", "training/loop.py", "task.py")
+    package = filled(tmp_path / "raytrain_plus", "training/step/loop.py", "task.py")
     create_package(str(package), tmp_path / "along.zip", include_gitignore=True, excludes=left_out(folder))
     with zipfile.ZipFile(tmp_path / "along.zip") as opened:
-        assert sorted(opened.namelist()) == ["task.py", "training/loop.py"]
+        assert sorted(opened.namelist()) == ["task.py", "training/step/loop.py"]
 
 
 def test_the_job_file_must_be_inside_the_working_directory(tmp_path: Path) -> None:

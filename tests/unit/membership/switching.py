@@ -22,13 +22,13 @@ from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import OneWay, World
 from raytrain_plus.data.microbatches import StepBatches
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Evaluations
-from raytrain_plus.training.header import Flags, ShardReport, decode, either, encode
-from raytrain_plus.training.loop import LEFT, StepTimeouts, train
-from raytrain_plus.training.rider import from_digits, to_digits
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.early_stop import Evaluations
+from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, either, encode
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.step.loop import LEFT, StepTimeouts, train
+from raytrain_plus.training.weights.first_bucket import from_digits, to_digits
 from tests.unit.membership.explorer import Violation
 
 SHARDS = 6

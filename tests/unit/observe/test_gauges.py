@@ -10,7 +10,7 @@ import pytest
 from raytrain_plus.controller.totals import Totals
 from raytrain_plus.observe.gauges import OF_GPU, OF_RUN, OF_WORKER, Gauges, GaugeValues
 from raytrain_plus.observe.gpu_use import GpuUse
-from raytrain_plus.training.records import StepRecord
+from raytrain_plus.training.exchange.step_records import StepRecord
 from tests.unit.observe.dashboard import dashboard, queries
 from tests.unit.observe.feed import event, step, view
 

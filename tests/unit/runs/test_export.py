@@ -21,7 +21,7 @@ from raytrain_plus.state.manifest import name_of
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.training.model import other_names
+from raytrain_plus.training.model.model import other_names
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described, shares
 

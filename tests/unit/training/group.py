@@ -18,11 +18,11 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, World
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 
 STEP_S = 60.0
 

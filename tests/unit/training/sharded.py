@@ -21,13 +21,13 @@ from raytrain_plus.membership.view import host_shards
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.state.stages import everything
 from raytrain_plus.state.transfer import hashed, undigested, with_rows
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.division import Division
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import build_layers, build_model
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_layers, build_model
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.shardable import Division
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training.group import GroupWorld, Killed, Round, context
 
 SHARDS, STEPS, HOLDERS = 6, 6, 2

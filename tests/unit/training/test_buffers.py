@@ -8,7 +8,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError, TrainingError
-from raytrain_plus.training.buffers import Buffers
+from raytrain_plus.training.weights.buffers import Buffers
 
 
 class Ruled(Task):

@@ -17,13 +17,13 @@ from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.task import RunFacts
 from raytrain_plus.torch_compat import compiled_graphs, graph_breaks
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.compiled import SHAPES, compile_layers
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.recompute import recompute_layers
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.compiled import SHAPES, compile_layers
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.recompute import recompute_layers
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.mistakes import advice_for, breaks_in_words
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import alone, one_computes_at_a_time, together

@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.division import Division, divide
+from raytrain_plus.training.weights.shardable import Division, divide
 
 NAMED = [
     ("wide", nn.Parameter(torch.randn(12, 5))),

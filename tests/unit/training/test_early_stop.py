@@ -6,7 +6,7 @@ import math
 import pytest
 
 from raytrain_plus import EarlyStop, KeepBest
-from raytrain_plus.training.early_stop import Evaluations, Verdict, verdict
+from raytrain_plus.training.exchange.early_stop import Evaluations, Verdict, verdict
 
 
 def decided(*values: float, patience: int = 2, mode: str = "min") -> Verdict:

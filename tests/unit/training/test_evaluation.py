@@ -20,12 +20,12 @@ from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import Built
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import Built
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
 
 ROWS = {0: [3, 3, 1], 1: [4], 2: [1]}
 

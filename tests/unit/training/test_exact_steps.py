@@ -18,13 +18,13 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.training import loss
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.passes import task_loss
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.training.group import Group, context
 
 SHARDS = 12
@@ -312,7 +312,7 @@ def test_gradients_of_outputs_are_masked_where_their_weight_is() -> None:
     for weight, kept in ((0.0, 0.0), (2.0, math.nan)):
         value = torch.ones(3, requires_grad=True)
         output = value * 2
-        loss._mask([output], torch.tensor(weight))
+        task_loss._mask([output], torch.tensor(weight))
         (output * math.nan).sum().backward()
         assert value.grad is not None
         assert value.grad.tolist() == pytest.approx([kept] * 3, nan_ok=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_plus.training.fault_search import FaultSearch, Norms
-from raytrain_plus.training.verdict import Fault
+from raytrain_plus.training.exchange.verdict import Fault
+from raytrain_plus.training.update.fault_search import FaultSearch, Norms
 
 
 def test_norms_of_any_types() -> None:

@@ -28,13 +28,13 @@ from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_layers, build_model
-from raytrain_plus.training.norms import Norms
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_layers, build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.norms import Norms
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.workers.gpu import gpu_of
 from raytrain_plus.workers.gpu_meter import read
 from tests.gpu import DEVICE, NEEDS_GPU

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.training.header import Flags, ShardReport, decode, either, encode, size
+from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, either, encode, size
 
 
 def test_sum_of_headers_is_the_step() -> None:

@@ -17,12 +17,12 @@ from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.state.holding import MEAN_LOSS
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.division import Division
-from raytrain_plus.training.model import build_layers, build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_layers, build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.shardable import Division
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training import test_pipedream as overlapping
 from tests.unit.training import test_synchronous
 from tests.unit.training.group import context

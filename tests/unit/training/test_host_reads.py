@@ -15,11 +15,11 @@ from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.training import loss, whole
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.passes import task_loss, whole_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Device(TorchDispatchMode):
         self.reads: list[str] = []
         self._memory: dict[int, torch.UntypedStorage] = {}
         patch.setattr(device_copies, "to_host", self._to_host)
-        patch.setattr(whole, "BatchCopies", lambda device: lambda batch: self.take(batch.clone()))
+        patch.setattr(whole_model, "BatchCopies", lambda device: lambda batch: self.take(batch.clone()))
         for name in METHODS:
             patch.setattr(torch.Tensor, name, self._read(name))
 
@@ -203,7 +203,7 @@ def test_in_runs_of_older_versions_a_weight_weighs_the_same_as_a_tensor(dtype: t
             found = []
             for given in (float(weight), torch.tensor(weight, dtype=torch.float64)):
                 value = torch.tensor(1 / 3, dtype=dtype, requires_grad=True)
-                weighted, left = loss.TaskLoss(value * value, given, {}).objective(factor, mean=False)
+                weighted, left = task_loss.TaskLoss(value * value, given, {}).objective(factor, mean=False)
                 assert left == 1.0
                 weighted.backward()
                 assert value.grad is not None

@@ -10,7 +10,7 @@ from torch import nn
 from raytrain_plus import Data, Job, Task
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Parallel, Workers
-from raytrain_plus.training.layers import layers_of
+from raytrain_plus.training.model.layer_names import layers_of
 
 
 class Whole(Task):

@@ -12,11 +12,11 @@ from raytrain_plus import KeepBest
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import World
 from raytrain_plus.data.microbatches import Microbatch, StepBatches
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.early_stop import Evaluations
-from raytrain_plus.training.loop import Evaluation, StepTimeouts, last_together, train
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.early_stop import Evaluations
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.step.loop import Evaluation, StepTimeouts, last_together, train
 
 
 class CheckpointWriter:

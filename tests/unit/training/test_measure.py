@@ -17,9 +17,9 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers
 from raytrain_plus.parallel.pipeline.partition import counted_cost
-from raytrain_plus.training.model import layer_names
-from raytrain_plus.training.precision import FP32
-from raytrain_plus.training.technique import PLAIN
+from raytrain_plus.training.model.model import layer_names
+from raytrain_plus.training.model.precision import FP32
+from raytrain_plus.training.weights.step_options import PLAIN
 from raytrain_plus.trial.measure import count_operations, measure_layers
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from raytrain_plus import Data, Job, Parallel, Task, Workers
-from raytrain_plus.training.build import build_state
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.step.build import build_state
+from raytrain_plus.training.update.train_state import TrainState
 
 CPU = torch.device("cpu")
 

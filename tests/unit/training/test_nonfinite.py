@@ -27,17 +27,17 @@ from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import BufferRule, Task
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.pipedream import PipeDream
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.verdict import SKIPPED_IN_A_ROW
-from raytrain_plus.training.window import OverlappingSteps
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.exchange.verdict import SKIPPED_IN_A_ROW
+from raytrain_plus.training.model.model import build_chunks, build_model
+from raytrain_plus.training.passes.pipedream import PipeDream
+from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.step.window import OverlappingSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Ring, RingWorld, one_computes_at_a_time

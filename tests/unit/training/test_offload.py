@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training.group import context
 from tests.unit.training.sharded import (
     SETTINGS,

@@ -15,8 +15,8 @@ from raytrain_plus import Data, Job, Parallel, Task, Workers
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.of_job import rows_of
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.build import build_state, divided_layers, own_share
-from raytrain_plus.training.model import build_model
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import build_state, divided_layers, own_share
 from raytrain_plus.trial.state_size import count_state
 from raytrain_plus.trial.task_trial import Trial, try_on_cpu
 

@@ -21,11 +21,11 @@ from raytrain_plus.data.ledger import ROW_ID
 from raytrain_plus.data.microbatches import Microbatch, cut
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.loss import task_loss
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.passes.task_loss import task_loss
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.trial.task_trial import try_on_cpu
 from tests.unit.data.test_tokens import job, save
 from tests.unit.training.group import context

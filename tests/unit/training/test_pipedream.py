@@ -22,16 +22,16 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.parallel.pipeline.schedule import orders
 from raytrain_plus.parallel.pipeline.transport import Handovers
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.header import Flags
-from raytrain_plus.training.model import build_chunks
-from raytrain_plus.training.pipedream import PipeDream, WeightVersions
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.replica import replica_stage
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.window import OverlappingSteps
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.header import Flags
+from raytrain_plus.training.model.model import build_chunks
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.passes.pipedream import PipeDream, WeightVersions
+from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.step.window import OverlappingSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 from tests.unit.training.test_synchronous import CPU, Ring, RingWorld, control

@@ -12,12 +12,12 @@ from torch import nn
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.integration.plain_settings import LOOPS, Beside
 from tests.unit.training.group import Group, context
 

@@ -16,15 +16,15 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.task import Task
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, put
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, put
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.workers.state_source import sha256_of
 from tests.unit.training.group import context
 

@@ -16,12 +16,12 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.device_clock import Mark
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.observe.step_profile import PHASES, Change, Profiled, ProfiledWorker, Sum
-from raytrain_plus.training import profiling
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.phase_watch import PhaseWatch, WatchedWorld
-from raytrain_plus.training.profiling import Profiling
-from raytrain_plus.training.records import Remark
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.step_records import Remark
+from raytrain_plus.training.profile import profiling
+from raytrain_plus.training.profile.phase_watch import PhaseWatch, WatchedWorld
+from raytrain_plus.training.profile.profiling import Profiling
+from raytrain_plus.training.step.build import whole_steps
 from tests.unit.training.group import context
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, state_of
 

@@ -12,11 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.microbatches import Microbatch
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.scheduler import rates_of
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.scheduler import rates_of
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")

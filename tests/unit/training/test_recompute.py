@@ -17,13 +17,13 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.task import RunFacts
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import FP32, Precision
-from raytrain_plus.training.recompute import check_layers, recompute_layers
-from raytrain_plus.training.technique import Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import FP32, Precision
+from raytrain_plus.training.model.recompute import check_layers, recompute_layers
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.workers.state_source import sha256_of

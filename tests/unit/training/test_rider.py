@@ -14,10 +14,10 @@ from torch import nn
 from raytrain_plus import Task
 from raytrain_plus.data.ledger import NOTE
 from raytrain_plus.parallel.data import Gradients
-from raytrain_plus.training.buffers import Buffers
-from raytrain_plus.training.header import Flags, ShardReport, decode, encode, size
-from raytrain_plus.training.rider import MOST_BYTES, Rider, digits, from_digits, to_digits
-from raytrain_plus.training.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, encode, size
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.weights.buffers import Buffers
+from raytrain_plus.training.weights.first_bucket import MOST_BYTES, Rider, digits, from_digits, to_digits
 
 NO_METRICS = OwnMetrics()
 DTYPES = [torch.float32, torch.float64]

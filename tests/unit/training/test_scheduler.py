@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, OneCycleLR, Red
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.model import build_model, parameters_of
-from raytrain_plus.training.scheduler import check_scheduler
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.model.model import build_model, parameters_of
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.scheduler import check_scheduler
 
 CPU = torch.device("cpu")
 

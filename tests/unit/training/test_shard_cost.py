@@ -13,7 +13,7 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job
 from raytrain_plus.task import Task
-from raytrain_plus.training.build import build_state, whole_steps
+from raytrain_plus.training.step.build import build_state, whole_steps
 from raytrain_plus.trial import shard_cost
 from raytrain_plus.trial.shard_cost import ShardCost, measure_shard_cost
 from tests.unit.training.group import context

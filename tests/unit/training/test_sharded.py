@@ -9,9 +9,9 @@ import torch
 
 from raytrain_plus.membership.pieces import assign
 from raytrain_plus.state.stages import everything
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.technique import PLAIN, Technique
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training.sharded import HOLDERS, STEPS, Sharded, differing, joined, whole
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import Task
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.parallel.pipeline.replicas import COMPUTES, at_once
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Ring, RingWorld

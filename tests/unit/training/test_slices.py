@@ -26,16 +26,16 @@ from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.task import Task as AnyTask
-from raytrain_plus.training import replica as replica_module
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.model import build_chunks, build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.replica import ReplicaStage, replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.model.model import build_chunks, build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.passes import stage as replica_module
+from raytrain_plus.training.passes.stage import ReplicaStage, replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.trial.slice_check import check_slices
 from raytrain_plus.workers.messages import Layers

@@ -17,13 +17,13 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.training import header, step_metrics
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.header import Flags, ShardReport
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange import header, step_metrics
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.header import Flags, ShardReport
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
 from tests.unit.training import test_exact_steps as exact
 from tests.unit.training import test_pipedream as pipedream
 from tests.unit.training import test_synchronous as synchronous

@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
-from raytrain_plus.training.window import OverlappingSteps
+from raytrain_plus.training.step.window import OverlappingSteps
 from tests.unit.training import test_nonfinite, test_synchronous
 from tests.unit.training.group import context
 from tests.unit.training.test_nonfinite import Flat, batches

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from raytrain_plus.training.header import Flags
-from raytrain_plus.training.switch import COMPARED, Switch
+from raytrain_plus.training.exchange.header import Flags
+from raytrain_plus.training.step.nccl_switch import COMPARED, Switch
 
 READY, NOT_READY = Flags(), Flags(forming=True)
 

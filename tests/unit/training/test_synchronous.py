@@ -32,21 +32,21 @@ from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import optimizer_state, state_sha256
-from raytrain_plus.training import replica as replica_module
-from raytrain_plus.training import synchronous
-from raytrain_plus.training.applied import Applied
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.evaluation import evaluate
-from raytrain_plus.training.header import Flags
-from raytrain_plus.training.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.replica import AT_ONCE, replica_stage
-from raytrain_plus.training.step import SynchronousSteps
-from raytrain_plus.training.synchronous import Synchronous
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.thread_control import Control
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.exchange.applied import Applied
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.header import Flags
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.model.model import build_chunks, build_model, layer_names
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.passes import stage as replica_module
+from raytrain_plus.training.passes import synchronous
+from raytrain_plus.training.passes.evaluation import evaluate
+from raytrain_plus.training.passes.stage import AT_ONCE, replica_stage
+from raytrain_plus.training.passes.synchronous import Synchronous
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once

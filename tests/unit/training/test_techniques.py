@@ -12,8 +12,8 @@ from torch import nn
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.torch_compat import compiled_graphs
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.technique import Technique
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.weights.step_options import Technique
 from tests.unit.training.test_synchronous import Deep, alone, collected, one_computes_at_a_time, together
 
 __all__ = ["one_computes_at_a_time"]

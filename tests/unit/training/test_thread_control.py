@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytrain_plus.errors import Interrupted
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.thread_control import Control
 
 
 def test_requests_affect_only_their_generation() -> None:

@@ -35,7 +35,7 @@ from raytrain_plus import (
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.source import index
 from raytrain_plus.errors import InputError, TaskError
-from raytrain_plus.training.build import build_state
+from raytrain_plus.training.step.build import build_state
 from raytrain_plus.trial import task_trial
 from raytrain_plus.trial.fits import check_fits
 from raytrain_plus.trial.footprint import Footprint

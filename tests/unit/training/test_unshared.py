@@ -20,13 +20,13 @@ from raytrain_plus.data.source import index
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import rules_of
 from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.precision import Precision
-from raytrain_plus.training.randomness import make_deterministic
-from raytrain_plus.training.technique import PLAIN, Technique
-from raytrain_plus.training.train_state import TrainState
-from raytrain_plus.training.unshared import Attributes
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.model.randomness import make_deterministic
+from raytrain_plus.training.model.unshared import Attributes
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.task_trial import try_task
 from tests.unit.training.group import Group, context
 from tests.unit.training.test_optimizer import Plain, job, trial

@@ -7,7 +7,7 @@ from math import inf, nan
 
 import pytest
 
-from raytrain_plus.training.verdict import (
+from raytrain_plus.training.exchange.verdict import (
     BUFFER,
     Fault,
     SumStatus,

@@ -19,9 +19,9 @@ from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.state.holding import LEFT_ALONE
 from raytrain_plus.state.named import state_sha256
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.model import build_model
-from raytrain_plus.training.step import SynchronousSteps
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.step.build import whole_steps
+from raytrain_plus.training.step.step import SynchronousSteps
 from tests.unit.training import test_pipedream, test_synchronous
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, collected, together

@@ -19,8 +19,8 @@ from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainE
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.state.stages import REST
-from raytrain_plus.training.loop import Evaluation
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.step.loop import Evaluation
 from raytrain_plus.workers import generation, reporter
 from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.gpu import Gpu

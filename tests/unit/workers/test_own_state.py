@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.training.division import Division
-from raytrain_plus.training.train_state import TrainState
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.workers.messages import WHOLE, Layers
 from raytrain_plus.workers.own_state import OwnState
 from tests.unit.training.test_exact_steps import state_of

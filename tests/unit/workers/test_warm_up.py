@@ -11,7 +11,7 @@ from typing import Any
 
 from raytrain_plus.data.microbatches import StepBatches
 from raytrain_plus.job.settings import Parallel, Workers
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers.warm_up import warm_up
 from tests.unit.training.test_exact_steps import SHARDS, batches
 from tests.unit.workers.members import member

@@ -18,9 +18,9 @@ pytest.importorskip("ray")
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
 from raytrain_plus.state.whole import model_file
-from raytrain_plus.training.build import whole_steps
-from raytrain_plus.training.context import StepContext
-from raytrain_plus.training.thread_control import Control
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.prepared import Prepared

@@ -21,7 +21,7 @@ import torch
 
 from raytrain_plus.errors import RunError, TaskError
 from raytrain_plus.parallel.pipeline.message import KNOWN, classes_of, from_bytes, to_bytes
-from raytrain_plus.training.header import Flags
+from raytrain_plus.training.exchange.header import Flags
 
 
 class Point(NamedTuple):

@@ -21,7 +21,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
 from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, most_open_passes, simulate
 from raytrain_plus.parallel.pipeline.transport import Handovers
-from raytrain_plus.training.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key, set_random_key
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Threads, replica
 

@@ -1,0 +1,360 @@
+"""One stage of a model replica: what a worker holds of it, and what the stages exchange besides activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from raytrain_plus.data.collate import counts_tokens, default_weight
+from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.device_copies import BatchCopies, to_device
+from raytrain_plus.job.settings import Schedule
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
+from raytrain_plus.parallel.pipeline.in_turn import OneByOne, Runner
+from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
+from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
+from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
+from raytrain_plus.parallel.weighting import Weight
+from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
+from raytrain_plus.task import Task
+from raytrain_plus.training.exchange import header
+from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.header import Flags
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.exchange.thread_control import Control, Place
+from raytrain_plus.training.exchange.verdict import SumStatus, from_plain, merged
+from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches, checked
+from raytrain_plus.training.passes.shard_reports import ShardReports
+from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
+from raytrain_plus.training.update.step_sums import StepSums
+from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.first_bucket import Rider
+from raytrain_plus.training.weights.model_part import ModelPart
+
+AT_ONCE = 16
+"""The most held-out microbatches in flight through the stages at once."""
+
+
+@dataclass(kw_only=True)
+class ReplicaStage:
+    """A stage in one generation: `Synchronous` and `PipeDream` add its passes; see `passes.ReplicaPasses`."""
+
+    task: Task
+    number: int
+    """The number of this stage."""
+    index: int = 0
+    """The index of this worker's position in the replica: see `mesh.Stage`."""
+    stages: int
+    ranks: int = 1
+    """The workers that share the tensor slices of each stage; they make the same passes."""
+    last: int
+    """The stage that holds the last chunk, and so knows the losses."""
+    parts: Mapping[int, ModelPart]
+    """The chunks that this stage holds, in order, by their index in the model."""
+    pipeline: Runner
+    handovers: Handovers
+    """Those between the stages, among workers of the same tensor rank."""
+    agreement: Handovers
+    """Those among all workers of the replica."""
+    sums: StepSums
+    device: torch.device
+    on_device: BatchCopies
+    shards: int
+    """The job's number of shards."""
+    rules: Mapping[str, bool]
+    """See `Holding.rules`."""
+    tied: Mapping[int, Collection[str]]
+    """For each stage, its parameters that are tied to parameters of other stages."""
+    last_chunk: int
+    """The number of the model's last chunk."""
+    metrics: OwnMetrics = field(default_factory=OwnMetrics)
+    """The metrics of this replica's shards in the step whose header was taken last."""
+    bars: Sequence[Bar] = ()
+    """See `passes.ReplicaPasses`."""
+
+    @property
+    def rider(self) -> Rider:
+        """It carries the header and the metrics, with the first part's first bucket."""
+        return self.sums.rider
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The index in the model of each chunk that this stage holds."""
+        return tuple(self.parts)
+
+    @property
+    def first_part(self) -> ModelPart:
+        """The part that carries the header."""
+        return next(iter(self.parts.values()))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage holds the last chunk."""
+        return self.number == self.last
+
+    def expect_notes(self) -> None:
+        """Start to receive what the other stages send once in every run of a schedule."""
+        for member in self._members:
+            self.agreement.expect_note("agreed", member, member)
+            if self.is_last:
+                self.agreement.expect_note("flags", member, member)
+
+    @property
+    def _members(self) -> range:
+        """The indices of all positions of the replica."""
+        return range(self.stages * self.ranks)
+
+    def _of_stage(self, stage: int) -> range:
+        """Return the indices of the positions of a stage."""
+        return range(stage * self.ranks, (stage + 1) * self.ranks)
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        self.handovers.finish()
+        self.agreement.finish()
+
+    def send_flags(self, flags: Flags) -> None:
+        """Send the flags that this worker raises to those of the last chunk."""
+        for member in self._of_stage(self.last):
+            self.agreement.send_note("flags", self.index, tuple(flags), member)
+
+    def take_flags(self) -> Flags:
+        """Return the flags that any worker of the replica raises; called on the stage of the last chunk."""
+        sent = (self.agreement.take_note("flags", member, member) for member in self._members)
+        return header.either(Flags(*one) for one in sent)
+
+    def share_header(self, step: int, reports: ShardReports, flags: Flags) -> None:
+        """Send the header to all stages; called on the stage of the last chunk.
+
+        `step`: the step's number among those that run together.
+        """
+        read = reports.read()
+        encoded = header.encode(read, self.shards, flags)
+        own = own_metrics({shard: report.metrics for shard, report in read.items()}, self.shards)
+        note = (encoded, own.names, own.sums) if own.names else encoded
+        for stage in range(self.stages):
+            self.handovers.send_note("header", step * self.stages + stage, note, stage)
+
+    def take_header(self, step: int) -> None:
+        """Put the header of that step, as numbered in `share_header`, and its metrics into the rider."""
+        note = self.handovers.take_note("header", step * self.stages + self.number, self.last)
+        encoded, *metrics = note if isinstance(note, tuple) else (note,)
+        self.metrics.names, self.metrics.sums = metrics or ((), None)
+        self.rider.write(encoded, self.metrics)
+
+    def pass_on_batches(self, batches: list[Any]) -> list[Any]:
+        """Pass the batches from the worker that reads the data to the first stage and to that which computes the loss.
+
+        Returns the batches to use here.
+        """
+        takers = {*self._of_stage(0), *self._of_stage(self.last)} - {0}
+        if self.index == 0:
+            for member in sorted(takers):
+                self.agreement.send_note("batch", 0, batches, member)
+        return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
+
+    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> Objective:
+        """See `loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
+        batch, start, ids = given
+        microbatch = Microbatch(batch, place.rows, start, ids)
+        factor, mean = self.sums.loss_factor, self.rules[MEAN_LOSS]
+        return objective(self.task, model, microbatch, place, self.on_device, reports, factor, mean=mean)
+
+    def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
+        """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
+        found = MetricSums()
+        for shard, some in self.held_out(batches, hosted, context.control):
+            found.begin(shard)
+            if some:
+                self.pass_held_out(HeldOut(self, shard, some, context), found)
+        return found
+
+    def held_out(
+        self, batches: ShardBatches, hosted: Sequence[int], control: Control
+    ) -> Iterator[tuple[int, list[tuple[int, Microbatch]]]]:
+        """Yield the held-out microbatches of each shard, numbered, in lists of as many as pass at once."""
+        for shard in hosted:
+            numbered = enumerate(batches(shard))
+            more = True
+            while more:
+                control.enter("data")
+                some = list(itertools.islice(numbered, AT_ONCE))
+                control.enter("collective")
+                yield shard, some
+                more = bool(some)
+
+    def pass_held_out(self, work: HeldOut, found: MetricSums) -> None:
+        """Pass some microbatches of a shard through the model, and add their metrics to what is found."""
+        shard, some = work.shard, work.some
+        work.batches = self.pass_on_batches(work.batches)
+        given = self.pipeline.forward(work, len(some))
+        if self.is_last:
+            summarised, by_token = type(self.task).summarise is not Task.summarise, counts_tokens(self.task)
+            weights = [default_weight(self.task, one.batch, one.rows) for _, one in some]
+            sorted_out = [
+                checked(one, microbatch.rows, summarised, weight, by_token)
+                for one, weight, (_, microbatch) in zip(given, weights, some, strict=True)
+            ]
+            found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
+            self._give_metrics([list(means) for means, _ in sorted_out])
+        received = self._take_metrics()
+        for (_, microbatch), one in zip(some, received, strict=True):
+            found.add(shard, microbatch.rows, Means(*one))
+        self.finish()
+
+    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """See `passes.ReplicaPasses`."""
+        if self.is_last:
+            self._give_metrics(dict(metrics))
+        found: Mapping[str, float] = self._take_metrics()
+        self.finish()
+        return found
+
+    def _give_metrics(self, metrics: Any) -> None:
+        """Send metrics to the whole replica; of the workers that compute the loss, the first one does so."""
+        if self.index == self._of_stage(self.last)[0]:
+            for member in self._members:
+                self.agreement.send_note("metrics", member, metrics, member)
+
+    def _take_metrics(self) -> Any:
+        return self.agreement.take_note("metrics", self.index, self._of_stage(self.last)[0])
+
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `passes.ReplicaPasses`."""
+        found = dict(gradients)
+        if self.number not in self.tied:
+            return found
+        # Frozen parameters have no gradient on any stage. Clone, because sending a view would send its whole base
+        # tensor.
+        own = {name: gradients[name].cpu().clone() for name in self.tied[self.number] if name in gradients}
+        others = [stage for stage in self.tied if stage != self.number]
+        for stage in others:
+            self.handovers.send_note("tied", self.number, own, stage)
+        for stage in others:
+            received = self.handovers.take_note("tied", stage, stage)
+            found |= {name: value.to(self.device) for name, value in received.items()}
+        self.handovers.finish()
+        return found
+
+    def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
+        """See `passes.ReplicaPasses`.
+
+        One number goes around each stage's ring once its sums are complete, and then through the model replica. A stage
+        that has heard from all stages of its replica knows that every member of every ring holds its sums.
+        """
+        context.reduce(torch.zeros(1), "summed", f"the other replicas' gradient sums of step {step}")
+        for member in self._members:
+            self.agreement.send_note("agreed", self.index, status.plain(), member)
+        received = [from_plain(self.agreement.take_note("agreed", member, member)) for member in self._members]
+        self.finish()
+        return merged(received)
+
+
+Stage = TypeVar("Stage", bound=ReplicaStage)
+
+
+def replica_stage(
+    kind: type[Stage],
+    state: TrainState,
+    peers: Peers,
+    *,
+    schedule: Schedule,
+    stages: int,
+    classes: Classes = KNOWN,
+    tied: Mapping[int, Collection[str]] = MappingProxyType({}),
+) -> Stage:
+    """Return the position `peers.rank` of a replica.
+
+    `kind`: how it makes its passes; `state`: that of the stage's chunks; `classes`: the classes of the objects in
+    batches.
+    """
+    link = state.link
+    agreement = Handovers(peers, state.device, classes)
+    same_rank: Peers = peers if link.ranks == 1 else SameRank(peers, link.ranks)
+    handovers = agreement if link.ranks == 1 else Handovers(same_rank, state.device, classes)
+    number = same_rank.rank
+    link.exchange = lambda own, rank: swapped(peers, own, number * link.ranks + rank)
+    where = chunk_stages(schedule, stages) if stages > 1 else [0]
+    own = [chunk for chunk, stage in enumerate(where) if stage == number]
+    held = dict(zip(own, state.parts, strict=True))
+    chunks = [
+        Chunk(part.module, chunk, where, handovers, splits(schedule), part.gradients.received)
+        for chunk, part in held.items()
+    ]
+    return kind(
+        task=state.task,
+        number=number,
+        index=peers.rank,
+        stages=stages,
+        ranks=link.ranks,
+        last=where[-1],
+        parts=held,
+        pipeline=_runner(schedule, stages, chunks),
+        handovers=handovers,
+        agreement=agreement,
+        sums=state.sums,
+        device=state.device,
+        on_device=BatchCopies(state.device),
+        shards=state.shards,
+        rules=state.rules,
+        tied=tied,
+        last_chunk=len(where) - 1,
+    )
+
+
+def _runner(schedule: Schedule, stages: int, chunks: Sequence[Chunk]) -> Runner:
+    if stages == 1:
+        return OneByOne(chunks[0])
+    # torch's schedules take a second to load; a model in one stage does without them.
+    from raytrain_plus.parallel.pipeline.schedule import Pipeline
+
+    return Pipeline(schedule, chunks)
+
+
+class HeldOut:
+    """Some held-out microbatches of a shard, as `chunk.PassWork`: their metrics take the place of the loss."""
+
+    def __init__(
+        self, stage: ReplicaStage, shard: int, some: Sequence[tuple[int, Microbatch]], context: StepContext
+    ) -> None:
+        self.shard = shard
+        self.some = some
+        self.batches = [microbatch.batch for _, microbatch in some]
+        self._stage = stage
+        self._control = context.control
+
+    def rows(self, number: int) -> int:
+        """See `chunk.PassWork`."""
+        return self.some[number][1].rows
+
+    def batch(self, number: int) -> Any:
+        """See `chunk.PassWork`."""
+        return self.batches[number]
+
+    def loss(self, number: int, model: nn.Module, given: Any) -> Any:
+        """See `chunk.PassWork`."""
+        # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
+        copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
+        batch = to_device(given, self._stage.device, copy=copy)
+        weighted = self._stage.rules[WEIGHTED]
+        return held_out_metrics(self._stage.task, model, batch, self.rows(number), weighted=weighted)
+
+    @contextmanager
+    def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
+        """See `chunk.PassWork`."""
+        part = self._stage.parts[chunk]
+        self._control.check()
+        self._control.enter("computing")
+        if self.some[number][0] == 0:
+            part.buffers.restore()
+        with part.evaluating(self.shard, self.some[number][0]):
+            yield
+        self._control.enter("collective")

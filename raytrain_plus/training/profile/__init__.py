@@ -1,0 +1,1 @@
+"""Profiles of some steps: traces, and the seconds of their phases."""
