@@ -1,8 +1,8 @@
 """Check a run's ledger against its dataset: which rows were used never, once, or more than once.
 
-The modules `audit_*` recompute the expected ledger from the documented formulas (the docstrings of `data.sample_order`
-and `data.ledger`) and the files' footers. They share no code with the code that planned and read the rows, so that a
-fault there cannot hide itself here.
+The modules `audit_*` recompute the expected ledger from the documented formulas (the docstrings of
+`data.order.sample_order` and `data.ledger.ledger`) and the files' footers. They share no code with the code that
+planned and read the rows, so that a fault there cannot hide itself here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compute which rows each shard of a run on a mix of sources was due to use at each step, for the audit.
 
-Everything follows from the documented formulas (the docstrings of `data.mixed_order` and `data.ledger`).
+Everything follows from the documented formulas (the docstrings of `data.order.mixed_order` and `data.ledger.ledger`).
 """
 
 from __future__ import annotations

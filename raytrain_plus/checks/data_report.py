@@ -13,10 +13,10 @@ import pyarrow.compute as pc
 
 from raytrain_plus.data.dataset import both_data
 from raytrain_plus.data.of_job import MixedSource, keeps_rows, mixed_sources, read_factor_of, sample_order_of
-from raytrain_plus.data.page_checksum import LOOKED_AT, without_checksums
+from raytrain_plus.data.paths.page_checksum import LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import class_names, read_unit
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.source import class_names, read_unit
 from raytrain_plus.job.settings import Job
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.storage.size_text import size_text

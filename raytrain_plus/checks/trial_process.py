@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raytrain_plus.data.dataset import both_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.prepare import LOCK_S, prepare_data
-from raytrain_plus.data.transform_block import with_draws
+from raytrain_plus.data.reading.transform_block import with_draws
 from raytrain_plus.errors import RaytrainError, RunError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from raytrain_plus.checks.trial_process import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
-from raytrain_plus.data.files import data_exists
 from raytrain_plus.data.of_job import (
     MixedSource,
     check_profiled,
@@ -26,9 +25,10 @@ from raytrain_plus.data.of_job import (
     sample_order_of,
     training_paths,
 )
-from raytrain_plus.data.page_checksum import HOW, LOOKED_AT, without_checksums
+from raytrain_plus.data.paths.files import data_exists
+from raytrain_plus.data.paths.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.source import alike, check_enough
+from raytrain_plus.data.sources.source import alike, check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import choose_collective
 from raytrain_plus.job.settings import Job

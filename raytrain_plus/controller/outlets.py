@@ -10,7 +10,7 @@ from typing import Any
 from raytrain_plus.controller.followed import Followed
 from raytrain_plus.controller.ownership import Ownership
 from raytrain_plus.credentials import hide_credentials
-from raytrain_plus.data.parts import Parts
+from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges

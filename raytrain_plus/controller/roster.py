@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from raytrain_plus.data.sight import Sight
+from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.view import View

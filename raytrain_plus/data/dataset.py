@@ -21,18 +21,17 @@ from raytrain_plus.data.convert.conversion import (
     sizes_of,
     source_files,
 )
-from raytrain_plus.data.convert.formats import format_of, is_saved, unknown_format
-from raytrain_plus.data.convert.iterated import read_once
-from raytrain_plus.data.convert.packing import packed
+from raytrain_plus.data.convert.formats.formats import format_of, is_saved, unknown_format
 from raytrain_plus.data.convert.parts import content_of, is_complete
-from raytrain_plus.data.files import data_exists, split_pattern
-from raytrain_plus.data.images import load_pillow
-from raytrain_plus.data.items import items_of
-from raytrain_plus.data.mixed_index import mixed_index
-from raytrain_plus.data.partitions import columns_of
-from raytrain_plus.data.read_types import chosen, explicit, narrowed
-from raytrain_plus.data.repository import only_split
-from raytrain_plus.data.source import (
+from raytrain_plus.data.paths.files import data_exists, split_pattern
+from raytrain_plus.data.paths.path_columns import columns_of
+from raytrain_plus.data.paths.repository import only_split
+from raytrain_plus.data.sources.items import items_of
+from raytrain_plus.data.sources.iterated import read_once
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.packing import packed
+from raytrain_plus.data.sources.read_types import chosen, explicit, narrowed
+from raytrain_plus.data.sources.source import (
     Index,
     Origin,
     alike,
@@ -42,7 +41,8 @@ from raytrain_plus.data.source import (
     read_with,
     with_tokenizer,
 )
-from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.data.sources.user_dataset import open_dataset
+from raytrain_plus.data.values.images import load_pillow
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raytrain_plus.data.images import DecodeImages
-from raytrain_plus.data.mixed_order import AnyOrder, MixedOrder
-from raytrain_plus.data.sample_order import SampleOrder, read_factor, steps_of_epochs
-from raytrain_plus.data.source import Index
-from raytrain_plus.data.tokens import Tokenized
-from raytrain_plus.data.transform_block import Rows, Transform
+from raytrain_plus.data.order.mixed_order import AnyOrder, MixedOrder
+from raytrain_plus.data.order.sample_order import SampleOrder, read_factor, steps_of_epochs
+from raytrain_plus.data.reading.transform_block import Rows, Transform
+from raytrain_plus.data.sources.source import Index
+from raytrain_plus.data.values.images import DecodeImages
+from raytrain_plus.data.values.tokens import Tokenized
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.value_checks import beyond_the_end

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from raytrain_plus.data.files import data_exists, split_pattern
 from raytrain_plus.data.of_job import data_paths
+from raytrain_plus.data.paths.files import data_exists, split_pattern
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback

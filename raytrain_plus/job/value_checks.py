@@ -154,7 +154,7 @@ def _training_source(path: str | None, dataset: str | None, mix: Sequence[Any] |
 MOST_SOURCES = 16
 """Maximum sources of `data.mix`."""
 LEAST_SHARE = Fraction(1, 10_000)
-"""Minimum share of a source in the rows: one place of the longest pattern; see `data.mixed_order`."""
+"""Minimum share of a source in the rows: one place of the longest pattern; see `data.order.mixed_order`."""
 _OF_SOURCE = ("path", "dataset", "format", "weight")
 
 

@@ -17,10 +17,10 @@ import yaml
 
 from raytrain_plus.controller.order import Order
 from raytrain_plus.data.dataset import TEXTS, both_data
-from raytrain_plus.data.differences import differences
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
-from raytrain_plus.data.source import Index, check_enough, check_restored, linked_folders
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.sources.source import Index, check_enough, check_restored, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job

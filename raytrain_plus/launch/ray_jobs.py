@@ -20,9 +20,9 @@ import aiohttp
 from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
-from raytrain_plus.data.files import split_pattern
 from raytrain_plus.data.of_job import data_paths
-from raytrain_plus.data.tokens import find_tokenizer
+from raytrain_plus.data.paths.files import split_pattern
+from raytrain_plus.data.values.tokens import find_tokenizer
 from raytrain_plus.errors import InputError, RaytrainError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.ray_address import authentication_failed

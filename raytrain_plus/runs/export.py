@@ -17,8 +17,8 @@ from torch import nn
 
 from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
-from raytrain_plus.data.source import Index
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_user_code

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytrain_plus.data.parts import FOLDER as LEDGER
-from raytrain_plus.data.source import READING
+from raytrain_plus.data.ledger.ledger_files import FOLDER as LEDGER
+from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.runs.folder import DATASET, claims_of
@@ -54,7 +54,7 @@ class Past:
 
 
 def is_older(run: Folder) -> bool:
-    """Return whether a version began this run that read rows otherwise: see `data.source.READING`."""
+    """Return whether a version began this run that read rows otherwise: see `data.sources.source.READING`."""
     try:
         return READING not in read_object(run, DATASET, "", has.object_of())
     except (FileNotFoundError, InputError):

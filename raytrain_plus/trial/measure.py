@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.units import is_slice, layer_of_unit

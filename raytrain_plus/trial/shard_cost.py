@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import BatchCopies
 from raytrain_plus.job.settings import Job
 from raytrain_plus.training.exchange.context import StepContext

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.units import layer_of_unit, number_of_unit, whole_weight

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.first_rows import first_rows, microbatch_of
-from raytrain_plus.data.microbatches import Microbatch, microbatch_rows
-from raytrain_plus.data.transform_block import Rows, without_ids
-from raytrain_plus.data.unusable import joined, usable
+from raytrain_plus.data.reading.first_rows import first_rows, microbatch_of
+from raytrain_plus.data.reading.microbatches import Microbatch, microbatch_rows
+from raytrain_plus.data.reading.transform_block import Rows, without_ids
+from raytrain_plus.data.reading.unusable import joined, usable
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import RaytrainError, TaskError, TrainingError
 from raytrain_plus.job.settings import Job

@@ -6,14 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain_plus.data.convert.packing import packed_again
 from raytrain_plus.data.dataset import again
-from raytrain_plus.data.differences import differences
-from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.sight import Sight
-from raytrain_plus.data.source import Index, check_unchanged, with_tokenizer
-from raytrain_plus.data.tokens import TokenizerFile
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.packing import packed_again
+from raytrain_plus.data.sources.source import Index, check_unchanged, with_tokenizer
+from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan
 

@@ -11,13 +11,13 @@ from typing import Any
 import pyarrow as pa
 import ray
 
-from raytrain_plus.data.first_rows import first_microbatch
-from raytrain_plus.data.microbatches import Collate, Microbatch, microbatch_rows
 from raytrain_plus.data.of_job import evaluation_order_of, held_out_rows_of, rows_of, sample_order_of
-from raytrain_plus.data.reader import Batches, Counts, held_out, held_out_counts
-from raytrain_plus.data.row_names import named_rows
-from raytrain_plus.data.sample_order import RowRange
-from raytrain_plus.data.transform_block import Rows, Transform
+from raytrain_plus.data.order.sample_order import RowRange
+from raytrain_plus.data.reading.first_rows import first_microbatch
+from raytrain_plus.data.reading.microbatches import Collate, Microbatch, microbatch_rows
+from raytrain_plus.data.reading.reader import Batches, Counts, held_out, held_out_counts
+from raytrain_plus.data.reading.transform_block import Rows, Transform
+from raytrain_plus.data.sources.row_names import named_rows
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.ray_compat import ray_data_on_the_head
@@ -130,14 +130,14 @@ def _evaluation(job: Job, rows: Rows, collate: Collate) -> Evaluation | None:
 
 def open_stream(*arguments: Any, **settings: Any) -> Any:
     """Open a Ray Data stream; Ray Data is loaded here, when the first one is needed, because that takes a second."""
-    from raytrain_plus.data.stream import Stream
+    from raytrain_plus.data.reading.stream import Stream
 
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
 
 
 def read_elsewhere(rows: Rows, roots: Sequence[str]) -> Callable[[RowRange], pa.Table]:
     """See `stream.reading_elsewhere`; on this node."""
-    from raytrain_plus.data.stream import reading_elsewhere
+    from raytrain_plus.data.reading.stream import reading_elsewhere
 
     return reading_elsewhere(rows, roots, _node())
 

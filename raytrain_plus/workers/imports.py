@@ -24,7 +24,7 @@ class Imports:
 def imports_of(plan: Plan) -> Imports:
     """Return the modules that a worker with that plan loads, in order."""
     job = plan.job
-    modules = ["raytrain_plus.workers.worker", "raytrain_plus.data.stream"]
+    modules = ["raytrain_plus.workers.worker", "raytrain_plus.data.reading.stream"]
     if plan.collective == "horovod":
         modules.insert(0, "horovod.torch")
     if job.parallel.pipeline > 1:

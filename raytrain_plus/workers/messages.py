@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raytrain_plus.collective.invitation import Invitation
-from raytrain_plus.data.sight import Sight
-from raytrain_plus.data.source import Index
+from raytrain_plus.data.paths.sight import Sight
+from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why

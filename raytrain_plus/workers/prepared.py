@@ -15,7 +15,7 @@ import torch
 from raytrain_plus.collective.horovod_world import load_horovod
 from raytrain_plus.collective.nccl import set_up_nccl
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.transform_block import Transform, with_draws
+from raytrain_plus.data.reading.transform_block import Transform, with_draws
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import REMEDY

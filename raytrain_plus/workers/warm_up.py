@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.passes.evaluation import evaluate

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.membership.view import host_shards
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control

@@ -28,7 +28,7 @@ from torch import nn
 
 from examples.gpt import GPT, SIZES
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.observe.step_profile import peak_of

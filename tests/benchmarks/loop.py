@@ -30,9 +30,9 @@ from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.source import index
-from raytrain_plus.data.transform_block import Rows, without_ids
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import Rows, without_ids
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_task
 from raytrain_plus.job.yaml import load_job

@@ -32,7 +32,7 @@ from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.torch_world import TorchWorld
 from raytrain_plus.collective.world import wait
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Axis, Shape
 from raytrain_plus.parallel.pipeline.layout import chunk_stages

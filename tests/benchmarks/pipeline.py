@@ -37,7 +37,7 @@ from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
 from raytrain_plus.parallel.pipeline.schedule import orders

@@ -26,13 +26,13 @@ import torch
 
 from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import audit
-from raytrain_plus.data.ledger import NOTE, ROW_ID, row_ids
+from raytrain_plus.data.ledger.ledger import NOTE, ROW_ID, row_ids
+from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.parts import Parts
+from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.prepare import prepare
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import Index, index
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.source import Index, index
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.weights.first_bucket import from_digits, to_digits

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from examples.byte_gpt import CONTEXT, ByteGPT
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.collective.torch_world import TorchWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.membership.owners import balanced
 from raytrain_plus.task import RunFacts

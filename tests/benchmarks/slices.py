@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.torch_world import TorchWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import Slicing

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from examples.byte_gpt import CONTEXT, ByteGPT
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job import setting_types
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.collective.horovod_world import HorovodWorld
-from raytrain_plus.data.collate import pad
-from raytrain_plus.data.reader import PREFETCH_STEPS
+from raytrain_plus.data.reading.reader import PREFETCH_STEPS
+from raytrain_plus.data.values.collate import pad
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.storage import local

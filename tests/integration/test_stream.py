@@ -14,12 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 
-from raytrain_plus.data import reader
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import index
-from raytrain_plus.data.stream import Stream
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading import reader
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.stream import Stream
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources.source import index
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import noisy, write_data
 
@@ -94,11 +94,11 @@ def test_streamed_batches_are_those_read_directly(
 
 MEASURE = """
 import functools, sys, ray
-from raytrain_plus.data.transform_block import Rows
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.source import index
-from raytrain_plus.data.stream import Stream
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.reading.stream import Stream
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
          object_store_memory=300 << 20)
 seen = index(sys.argv[1])

@@ -16,20 +16,20 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_plus.data.convert.arrow_batches import ArrowBatches
 from raytrain_plus.data.convert.cache import made_once
-from raytrain_plus.data.convert.csv_rows import CsvRows
-from raytrain_plus.data.convert.formats import SAVED, SAVED_INFO, SAVED_SPLITS, SUFFIXES
-from raytrain_plus.data.convert.image_files import ImageFiles
-from raytrain_plus.data.convert.jsonl import JsonLines
-from raytrain_plus.data.convert.lance_rows import LanceRows, lance_files
+from raytrain_plus.data.convert.formats.arrow_batches import ArrowBatches
+from raytrain_plus.data.convert.formats.csv_rows import CsvRows
+from raytrain_plus.data.convert.formats.formats import SAVED, SAVED_INFO, SAVED_SPLITS, SUFFIXES
+from raytrain_plus.data.convert.formats.image_files import ImageFiles
+from raytrain_plus.data.convert.formats.jsonl import JsonLines
+from raytrain_plus.data.convert.formats.lance_rows import LanceRows, lance_files
+from raytrain_plus.data.convert.formats.record_blocks import Records, Unfit
+from raytrain_plus.data.convert.formats.tar_samples import TarSamples
+from raytrain_plus.data.convert.formats.text_lines import TextLines
 from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, load_progress, unwritable
-from raytrain_plus.data.convert.records import Records, Unfit
 from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_of, named_remotely, remove_copies
-from raytrain_plus.data.convert.tar_samples import TarSamples
-from raytrain_plus.data.convert.text_lines import TextLines
-from raytrain_plus.data.files import find_files, is_file, split_pattern
-from raytrain_plus.data.labels import Labels, labels_of
+from raytrain_plus.data.paths.files import find_files, is_file, split_pattern
+from raytrain_plus.data.values.labels import Labels, labels_of
 from raytrain_plus.errors import DataError, StorageError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.place import Place, RemotePath, spelled

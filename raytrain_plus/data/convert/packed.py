@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.tokens import TokenizerFile
+from raytrain_plus.data.values.tokens import TokenizerFile
 
 Ints = npt.NDArray[np.int64]
 

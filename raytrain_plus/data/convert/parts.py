@@ -15,8 +15,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.convert.columns import row_bytes
-from raytrain_plus.data.convert.records import Block
+from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.row_columns import row_bytes
 
 GROUP_BYTES = 1 << 20
 """Bytes of values that a row group is to have, so that many shards and workers can share a dataset."""

@@ -18,9 +18,9 @@ class Applied:
     flags: Flags
     """The flags that members raised at this boundary."""
     notes: bytes
-    """Each shard's contribution for the ledger: `data.ledger.NOTE`s in shard order."""
+    """Each shard's contribution for the ledger: `data.ledger.ledger.NOTE`s in shard order."""
     skipped_rows: bytes = b""
-    """The rows that were left out, of all shards: `data.ledger.SKIPPED`."""
+    """The rows that were left out, of all shards: `data.ledger.ledger.SKIPPED`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The means of what the loss returned beside it."""
     grad_norm: float

@@ -1,7 +1,7 @@
 """The header: what all workers must know of a step besides its gradients, as one int64 vector summed once per step.
 
     shard 0                              shard 1 ...   flags
-    start | rows | ids | weight | loss | skipped       pause | save | ...     (`data.ledger.NOTE`, `Flags`)
+    start | rows | ids | weight | loss | skipped       pause | save | ...     (`data.ledger.ledger.NOTE`, `Flags`)
 
 Each shard's slots have one writer; every other worker adds zero. So the sum passes the writer's bits to all workers
 unchanged. Every worker computes the same loss, in shard order, independent of the ring. The upper half of `rows` holds
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.training.exchange.step_metrics import signature
 
 _SLOTS = NOTE.itemsize // 8
@@ -27,7 +27,7 @@ _ROW_BITS = 32
 
 
 class ShardReport(NamedTuple):
-    """One shard's report on its part of a step, as in `data.ledger.NOTE`."""
+    """One shard's report on its part of a step, as in `data.ledger.ledger.NOTE`."""
 
     start: int
     rows: int = 0
@@ -116,7 +116,7 @@ class StepTotals:
     notes: bytes
     """Each shard's `NOTE`, in shard order."""
     skipped_rows: bytes = b""
-    """The rows that were left out, as `data.ledger.SKIPPED`; not from the header."""
+    """The rows that were left out, as `data.ledger.ledger.SKIPPED`; not from the header."""
     signatures: Mapping[int, int] = field(default_factory=dict)
     """The signature of the metrics of each shard that has rows."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from raytrain_plus.data.microbatches import SkippedRow
+from raytrain_plus.data.reading.microbatches import SkippedRow
 from raytrain_plus.training.exchange.step_records import Remark
 
 NAMED = 5

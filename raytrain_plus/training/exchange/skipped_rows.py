@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from raytrain_plus.data.ledger import NOTE, SKIPPED
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import StepTotals

@@ -45,9 +45,9 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Means of what the loss returned beside it, over the step's weight."""
     notes: bytes = b""
-    """Each shard's contribution: `data.ledger.NOTE`s in shard order."""
+    """Each shard's contribution: `data.ledger.ledger.NOTE`s in shard order."""
     skipped_rows: bytes = b""
-    """The rows that were left out, of all shards: `data.ledger.SKIPPED`."""
+    """The rows that were left out, of all shards: `data.ledger.ledger.SKIPPED`."""
     busy_s: float = 0.0
     """With pipeline stages: seconds in which this stage computed its forward and backward passes."""
     passes: tuple[float, float] | None = None

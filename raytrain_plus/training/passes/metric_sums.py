@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 
 ShardBatches = Callable[[int], Iterable[Microbatch]]

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from raytrain_plus.collective.world import Work
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import Numbers
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.exchange.context import StepContext

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.training.exchange.header import ShardReport
 from raytrain_plus.training.exchange.step_metrics import differing

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from raytrain_plus.data.collate import counts_tokens, default_weight
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
+from raytrain_plus.data.values.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.world import Work
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.parallel.weighting import Weight

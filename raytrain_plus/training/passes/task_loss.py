@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from raytrain_plus.data.collate import default_weight
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
+from raytrain_plus.data.values.collate import default_weight
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.state.named import dtype_name

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from raytrain_plus.collective.world import Work
-from raytrain_plus.data.collate import counts_tokens, default_weight
+from raytrain_plus.data.values.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED

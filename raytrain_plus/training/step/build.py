@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from raytrain_plus.data.collate import set_collate
+from raytrain_plus.data.values.collate import set_collate
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, run_facts
 from raytrain_plus.membership.owners import balanced

@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from raytrain_plus.collective.world import Ways, World
-from raytrain_plus.data.ledger import SKIPPED
-from raytrain_plus.data.microbatches import StepBatches
+from raytrain_plus.data.ledger.ledger import SKIPPED
+from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import Audit, Epoch, audit
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.ledger import NOTE, SKIPPED, row_ids
+from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED, row_ids
+from raytrain_plus.data.ledger.ledger_files import SCHEMA, Parts, ledger_table
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.parts import SCHEMA, Parts, ledger_table
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.source import index
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.storage.interface import Folder

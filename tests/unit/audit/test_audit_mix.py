@@ -17,12 +17,12 @@ from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.audit.audit_mix import ExpectedMix
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.ledger import NOTE, ROW_ID
-from raytrain_plus.data.mixed_order import apportioned, pattern_of
+from raytrain_plus.data.ledger.ledger import NOTE, ROW_ID
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.source import read_unit
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.order.mixed_order import apportioned, pattern_of
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import InputError
 from tests.unit.audit.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 

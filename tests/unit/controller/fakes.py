@@ -15,8 +15,8 @@ from raytrain_plus.controller.event_loop import Clock
 from raytrain_plus.controller.formation import Formed
 from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.order import Order
-from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.data.source import Index
+from raytrain_plus.data.ledger.ledger import NOTE
+from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import WorkerLost
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job, Workers

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import StepBatches
+from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage

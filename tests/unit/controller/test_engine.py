@@ -17,7 +17,7 @@ from raytrain_plus.controller.formation import STANDBY_S
 from raytrain_plus.controller.members import Reported
 from raytrain_plus.controller.nodes import Draining, NodeLost
 from raytrain_plus.controller.restoring import RESTORE_AGAIN_S
-from raytrain_plus.data.sight import Sight
+from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.errors import (
     CheckpointError,
     DamagedError,

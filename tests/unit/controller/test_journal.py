@@ -21,8 +21,8 @@ import pytest
 from raytrain_plus.controller import aside, followed, last_writes
 from raytrain_plus.controller.aside import Aside
 from raytrain_plus.controller.journal import Journal
-from raytrain_plus.data import parts
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger import ledger_files
+from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.run_events import EventLog, read_events
@@ -282,7 +282,7 @@ def test_a_resumption_is_durable_before_anything_is_entered_after_it(
 
 
 def test_an_overtaken_controller_enters_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
     run = LocalFolder(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})

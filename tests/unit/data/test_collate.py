@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorWithFlattening
 
-from raytrain_plus.data.collate import READY, pack, pad, set_collate
-from raytrain_plus.data.microbatches import collates_rows
+from raytrain_plus.data.reading.microbatches import collates_rows
+from raytrain_plus.data.values.collate import READY, pack, pad, set_collate
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.value_checks import COLLATES
 from raytrain_plus.task import Task, column_tensor

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from raytrain_plus.data.columns import column_of, copied, selectable
+from raytrain_plus.data.values.columns import column_of, copied, selectable
 
 LEDGER = """
 import sys
 from pathlib import Path
 import numpy as np
-from raytrain_plus.data.ledger import NOTE
-from raytrain_plus.data.parts import Parts
+from raytrain_plus.data.ledger.ledger import NOTE
+from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.storage.local import LocalFolder
 parts = Parts(LocalFolder(Path(sys.argv[1])))
 parts.add(0, 0, np.ones(4, NOTE).tobytes())

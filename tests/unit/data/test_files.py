@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raytrain_plus.audit.audit_faults import Faults
 from raytrain_plus.audit.audit_files import compare
-from raytrain_plus.data.files import find_files, split_pattern
-from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.data.paths.files import find_files, split_pattern
+from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataError
 from tests.unit.data.test_source import write
 

@@ -13,13 +13,13 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raytrain_plus.data.generators import draws, seeded
-from raytrain_plus.data.mixed_index import mixed_index
-from raytrain_plus.data.mixed_order import MixedOrder
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import index
-from raytrain_plus.data.stream import _read_one
-from raytrain_plus.data.transform_block import Rows, with_draws
+from raytrain_plus.data.order.mixed_order import MixedOrder
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading.stream import _read_one
+from raytrain_plus.data.reading.transform_block import Rows, with_draws
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.values.generators import draws, seeded
 from raytrain_plus.errors import TaskError
 from tests.integration.tasks import write_data
 

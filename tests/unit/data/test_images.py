@@ -16,13 +16,13 @@ from PIL import Image
 
 from raytrain_plus import Data, Evaluate, Job, Task
 from raytrain_plus.data.dataset import dataset, training_data
-from raytrain_plus.data.images import DecodeImages
-from raytrain_plus.data.ledger import ROW_ID
+from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.row_fault import RowFault
-from raytrain_plus.data.sample_order import RowRange
-from raytrain_plus.data.source import Index, index
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.order.sample_order import RowRange
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.source import Index, index
+from raytrain_plus.data.values.images import DecodeImages
+from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.errors import DataError
 
 SIZE = (6, 9)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from raytrain_plus import Task
-from raytrain_plus.data.item_columns import UnfitItem, digest_of, schema_of, table_of
+from raytrain_plus.data.sources.item_columns import UnfitItem, digest_of, schema_of, table_of
 
 
 class Pair(NamedTuple):

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_plus.data import items as items_module
 from raytrain_plus.data.dataset import again, returned_dataset
-from raytrain_plus.data.differences import differences
-from raytrain_plus.data.items import BLOCK, changes_of
-from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.row_names import named_rows
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import Index, read_unit
-from raytrain_plus.data.transform_block import Rows
-from raytrain_plus.data.user_dataset import UserDataset, open_dataset
+from raytrain_plus.data.ledger.ledger import ROW_ID
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources import items as items_module
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.sources.items import BLOCK, changes_of
+from raytrain_plus.data.sources.row_names import named_rows
+from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataChanged, DataError, TaskError
 
 SOURCE = """

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data.dataset import dataset, training_data
-from raytrain_plus.data.mixed_index import mixed_index
-from raytrain_plus.data.source import Index, alike, index
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.source import Index, alike, index
 from raytrain_plus.errors import DataError
 from tests.unit.data.test_read_types import job
 

@@ -5,7 +5,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from raytrain_plus.data.ledger import NOTE, kept_bits, row_ids, step_sum
+from raytrain_plus.data.ledger.ledger import NOTE, kept_bits, row_ids, step_sum
 
 
 def splitmix64(value: int) -> int:

@@ -16,13 +16,14 @@ from PIL import Image
 
 from raytrain_plus import Data, Job, Task
 from raytrain_plus.data.dataset import dataset, training_data
-from raytrain_plus.data.differences import differences
-from raytrain_plus.data.ledger import row_ids
-from raytrain_plus.data.mixed_index import mixed_index
+from raytrain_plus.data.ledger.ledger import row_ids
 from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.row_names import named_row, named_rows
-from raytrain_plus.data.source import (
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.row_names import named_row, named_rows
+from raytrain_plus.data.sources.source import (
     Index,
     check_alike,
     check_enough,
@@ -32,8 +33,7 @@ from raytrain_plus.data.source import (
     index,
     read_unit,
 )
-from raytrain_plus.data.tokens import TokenizerFile
-from raytrain_plus.data.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch.machine_check import needs_of

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.data.mixed_order import PATTERN, MixedOrder, apportioned, pattern_of
-from raytrain_plus.data.reads import first_touches, reads
-from raytrain_plus.data.sample_order import RowRange, SampleOrder, mix
+from raytrain_plus.data.order.mixed_order import PATTERN, MixedOrder, apportioned, pattern_of
+from raytrain_plus.data.order.reads import first_touches, reads
+from raytrain_plus.data.order.sample_order import RowRange, SampleOrder, mix
 
 Row = tuple[int, int, int]
 """Epoch, unit, and row in the unit's order of that epoch."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.page_checksum import has_checksum, without_checksums
+from raytrain_plus.data.paths.page_checksum import has_checksum, without_checksums
 from raytrain_plus.errors import DataError
 
 

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.mixed_index import mixed_index
-from raytrain_plus.data.partitions import NOTHING
-from raytrain_plus.data.source import index, read_unit
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.paths.path_columns import NOTHING
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataError
 from tests.unit.data.test_read_types import job, read
 

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data import parts
-from raytrain_plus.data.ledger import NOTE, step_sum
-from raytrain_plus.data.page_checksum import without_checksums
-from raytrain_plus.data.parts import SCHEMA, Parts
+from raytrain_plus.data.ledger import ledger_files
+from raytrain_plus.data.ledger.ledger import NOTE, step_sum
+from raytrain_plus.data.ledger.ledger_files import SCHEMA, Parts
+from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.errors import RunError
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.local import LocalFolder
@@ -36,7 +36,7 @@ def ledger(run: Folder) -> pa.Table:
 
 
 def test_every_step_is_there_once_and_parts_end(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_STEPS", 10)
+    monkeypatch.setattr(ledger_files, "PART_STEPS", 10)
     written = Parts(run)
     for step in range(35):
         written.add(3 if step < 20 else 4, step, notes(step))
@@ -63,7 +63,7 @@ def test_every_step_is_there_once_and_parts_end(run: Folder, monkeypatch: pytest
 
 
 def test_it_is_written_in_the_background(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
     written = Parts(run)
     written.add(0, 0, notes(0))
     deadline = time.monotonic() + 10
@@ -112,7 +112,7 @@ def test_sums_of_ids_keep_all_of_their_bits(run: Folder) -> None:
 
 
 def test_entries_are_kept_until_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
     run = LocalFolder(tmp_path)
     written = Parts(run)
     (tmp_path / "ledger").touch()
@@ -148,7 +148,7 @@ def test_nothing_is_written_if_before_raises(tmp_path: Path) -> None:
 
 
 def test_add_raises_once_writing_is_forbidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PERIOD_S", 0.01)
+    monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
 
     def overtaken() -> None:
         raise RunError("another controller has taken this run over")

@@ -13,8 +13,8 @@ import torch
 
 from raytrain_plus import Data, Evaluate, Job, Task
 from raytrain_plus.data.dataset import held_out_data, training_data
-from raytrain_plus.data.source import Index, alike, read_unit
-from raytrain_plus.data.transform_block import without_ids
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.sources.source import Index, alike, read_unit
 from raytrain_plus.errors import DataError
 
 

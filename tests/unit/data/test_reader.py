@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from raytrain_plus import Task
-from raytrain_plus.data import reader
-from raytrain_plus.data.ledger import ROW_ID, row_ids
-from raytrain_plus.data.microbatches import cut
-from raytrain_plus.data.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import index, read_unit
-from raytrain_plus.data.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading import reader
+from raytrain_plus.data.reading.microbatches import cut
+from raytrain_plus.data.reading.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
+from raytrain_plus.data.reading.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 
 

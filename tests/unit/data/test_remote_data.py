@@ -22,9 +22,9 @@ from raytrain_plus.audit.audit_faults import Faults
 from raytrain_plus.audit.audit_files import compare
 from raytrain_plus.checks.data_report import data_report
 from raytrain_plus.data.dataset import again, dataset
-from raytrain_plus.data.page_checksum import without_checksums
+from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.source import Index, check_restored, check_unchanged, index, read_unit
+from raytrain_plus.data.sources.source import Index, check_restored, check_unchanged, index, read_unit
 from raytrain_plus.errors import DataChanged, DataError, InputError, JobError
 from raytrain_plus.launch.machine_check import Needs, check_machine
 from raytrain_plus.storage import retry

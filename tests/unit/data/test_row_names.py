@@ -8,9 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.row_names import named_rows
-from raytrain_plus.data.sample_order import SampleOrder, Shuffle
-from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.data.order.sample_order import SampleOrder, Shuffle
+from raytrain_plus.data.sources.row_names import named_rows
+from raytrain_plus.data.sources.source import index, read_unit
 
 
 def test_rows_are_counted_in_their_row_group(tmp_path: Path) -> None:

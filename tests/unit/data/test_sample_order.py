@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.data.reads import GROUP_READS, first_touches, grouped, reads
-from raytrain_plus.data.sample_order import SampleOrder, mix, order, read_factor, splitmix64
+from raytrain_plus.data.order.reads import GROUP_READS, first_touches, grouped, reads
+from raytrain_plus.data.order.sample_order import SampleOrder, mix, order, read_factor, splitmix64
 
 
 @st.composite

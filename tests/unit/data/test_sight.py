@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.sight import Sight, change_of, footer_of, sight_of
+from raytrain_plus.data.paths.sight import Sight, change_of, footer_of, sight_of
 
 AN_HOUR_NS = 3600 * 10**9
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import (
+from raytrain_plus.data.sources.source import (
     Index,
     check_alike,
     check_enough,

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from raytrain_plus.data.reads import Read
-from raytrain_plus.data.sample_order import RowRange, SampleOrder
-from raytrain_plus.data.source import index
-from raytrain_plus.data.stream import Stream, _numbered, _split
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.order.reads import Read
+from raytrain_plus.data.order.sample_order import RowRange, SampleOrder
+from raytrain_plus.data.reading.stream import Stream, _numbered, _split
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources.source import index
 from tests.unit.data.test_source import write
 
 

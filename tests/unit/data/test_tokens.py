@@ -21,13 +21,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 from raytrain_plus import Data, Evaluate, Job
-from raytrain_plus.data.collate import pad
 from raytrain_plus.data.dataset import held_out_data, training_data
-from raytrain_plus.data.differences import differences
-from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.row_fault import RowFault
-from raytrain_plus.data.tokens import Tokenized, _loaded, tokenizer_file
+from raytrain_plus.data.reading.first_rows import first_rows
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.values.collate import pad
+from raytrain_plus.data.values.row_fault import RowFault
+from raytrain_plus.data.values.tokens import Tokenized, _loaded, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, InputError
 
 WORDS = ("the", "plot", "was", "not", "very", "good", "but", "music", "and", "cast", "moving", "in", "this", "film")
@@ -107,7 +107,7 @@ def test_it_travels_to_other_processes_and_forks_without_a_word(saved: Path) -> 
         "import os, pickle, sys, pyarrow as pa\n"
         "made = pickle.loads(bytes.fromhex(sys.argv[1]))\n"
         "rows = pa.table({'text': ['the plot'] * 2000})\n"
-        "from raytrain_plus.data.tokens import _loaded\n"
+        "from raytrain_plus.data.values.tokens import _loaded\n"
         "_loaded(made.file)\n"
         "before = len(os.listdir('/proc/self/task'))\n"
         "made(rows)\n"

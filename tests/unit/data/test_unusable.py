@@ -12,17 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from raytrain_plus.data.first_rows import first_rows
-from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.microbatches import Microbatch
-from raytrain_plus.data.reader import Batches, held_out
-from raytrain_plus.data.reads import reads
-from raytrain_plus.data.row_fault import RowFault
-from raytrain_plus.data.sample_order import SampleOrder
-from raytrain_plus.data.source import index
-from raytrain_plus.data.stream import _numbered
-from raytrain_plus.data.transform_block import Rows
-from raytrain_plus.data.unusable import FAULT, faults_of, is_bare, is_of_rows, joined, judge, usable
+from raytrain_plus.data.ledger.ledger import ROW_ID
+from raytrain_plus.data.order.reads import reads
+from raytrain_plus.data.order.sample_order import SampleOrder
+from raytrain_plus.data.reading.first_rows import first_rows
+from raytrain_plus.data.reading.microbatches import Microbatch
+from raytrain_plus.data.reading.reader import Batches, held_out
+from raytrain_plus.data.reading.stream import _numbered
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.unusable import FAULT, faults_of, is_bare, is_of_rows, joined, judge, usable
+from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.errors import DataError, TaskError, TrainingError
 
 BAD = {3, 4, 11}

@@ -14,7 +14,7 @@ from torch import nn
 from examples import byte_gpt
 from examples.byte_gpt import CONTEXT, VOCABULARY, ByteGPT, held_out, prepare, printable, sources
 from raytrain_plus import RunFacts
-from raytrain_plus.data.page_checksum import without_checksums
+from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.job.yaml import load_job
 
 WIDTH, DEPTH = 128, 4

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import torch
 
 from examples.digits import Digits, prepare
-from raytrain_plus.data.page_checksum import without_checksums
+from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.job.yaml import load_job
 
 

@@ -17,9 +17,9 @@ from examples.byte_gpt import held_out, sources
 from examples.gpt import END, GPT, ROW, SIZES, TOKENS, prepare, trained_tokenizer
 from raytrain_plus import RunFacts
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
-from raytrain_plus.data.page_checksum import without_checksums
-from raytrain_plus.data.source import index
+from raytrain_plus.data.paths.page_checksum import without_checksums
+from raytrain_plus.data.reading.microbatches import Microbatch
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps

@@ -25,12 +25,12 @@ import yaml
 
 from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.controller.order import Order
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger.ledger import NOTE
+from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.parts import Parts
-from raytrain_plus.data.reader import Batches
-from raytrain_plus.data.source import index
-from raytrain_plus.data.transform_block import Rows
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.run_events import EVENTS, EventLog

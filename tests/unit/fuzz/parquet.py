@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.source import Index, index, read_unit
+from raytrain_plus.data.sources.source import Index, index, read_unit
 from raytrain_plus.errors import RaytrainError
 from tests.unit.fuzz.verdict import Fault, limited
 

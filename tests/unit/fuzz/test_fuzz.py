@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.source import index, read_unit
+from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataChanged, DataError, JobError
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.observe.run_events import _SHAPES, FIELDS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus import Data, InputError, Job
-from raytrain_plus.data.source import index
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.launch import machine_check
 from raytrain_plus.launch.machine_check import Needs, Seen, check_machine, check_seen, needs_of
 from raytrain_plus.storage.local import LocalFolder

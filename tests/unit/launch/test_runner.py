@@ -16,7 +16,7 @@ pytest.importorskip("ray")
 import yaml
 
 from raytrain_plus import Data, Job, Workers
-from raytrain_plus.data.source import Index, index
+from raytrain_plus.data.sources.source import Index, index
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch import cluster, preflight, runner

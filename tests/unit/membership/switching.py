@@ -21,7 +21,7 @@ from raytrain_plus.collective.nccl_forming import NAME
 from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import OneWay, World
-from raytrain_plus.data.microbatches import StepBatches
+from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.early_stop import Evaluations

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.owners import balanced, kept
 from raytrain_plus.membership.pieces import union

@@ -12,7 +12,7 @@ from torch import nn
 from examples.byte_gpt import CONTEXT, ByteGPT
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.task import RunFacts

@@ -18,7 +18,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control

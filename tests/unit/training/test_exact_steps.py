@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, Work
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.exchange.thread_control import Control

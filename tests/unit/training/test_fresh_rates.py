@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as rates
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.state.holding import describe_state, settings_kept
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps

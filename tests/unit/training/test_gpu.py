@@ -19,7 +19,7 @@ from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.world import wait
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_clock import marks
 from raytrain_plus.device_copies import BatchCopies, HostCopies, pinned
 from raytrain_plus.install.gpu_probe import read_nvml, read_torch

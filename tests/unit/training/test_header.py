@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, either, encode, size
 
 

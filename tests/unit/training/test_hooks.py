@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape

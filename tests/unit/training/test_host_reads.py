@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.passes import task_loss, whole_model

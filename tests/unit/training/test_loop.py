@@ -11,7 +11,7 @@ import pytest
 from raytrain_plus import KeepBest
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import World
-from raytrain_plus.data.microbatches import Microbatch, StepBatches
+from raytrain_plus.data.reading.microbatches import Microbatch, StepBatches
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.early_stop import Evaluations

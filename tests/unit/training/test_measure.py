@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus import Task
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.layout import Chunks, partition_layers

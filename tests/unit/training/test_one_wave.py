@@ -12,7 +12,7 @@ from torch import nn
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.model import build_model

@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.model.precision import Precision

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.collate import set_collate
 from raytrain_plus.data.dataset import held_out_data, training_data
-from raytrain_plus.data.ledger import ROW_ID
-from raytrain_plus.data.microbatches import Microbatch, cut
+from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
+from raytrain_plus.data.reading.microbatches import Microbatch, cut
+from raytrain_plus.data.values.collate import set_collate
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.passes.evaluation import evaluate

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus import Task
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import host_shards

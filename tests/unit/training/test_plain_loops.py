@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.model.randomness import make_deterministic

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.task import Task

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps

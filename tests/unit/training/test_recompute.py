@@ -13,7 +13,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from examples.byte_gpt import CONTEXT, ByteGPT
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.job.setting_types import Recompute
 from raytrain_plus.task import RunFacts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from raytrain_plus import Task
-from raytrain_plus.data.ledger import NOTE
+from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.parallel.data import Gradients
 from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, encode, size
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job
 from raytrain_plus.task import Task

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.ledger import NOTE, SKIPPED
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.state.named import named_state, state_sha256
 from raytrain_plus.task import Task

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from raytrain_plus import Data, Job, Parallel, Task, Workers
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
 from raytrain_plus.layers import cross_entropy
 from raytrain_plus.membership.mesh import Shape

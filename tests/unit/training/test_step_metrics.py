@@ -14,7 +14,7 @@ from torch import nn
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, Work
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.training.exchange import header, step_metrics

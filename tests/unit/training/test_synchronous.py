@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from raytrain_plus import Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation
-from raytrain_plus.data.microbatches import Microbatch
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape, Stage

@@ -33,7 +33,7 @@ from raytrain_plus import (
     schedules,
 )
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.source import index
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.training.step.build import build_state
 from raytrain_plus.trial import task_trial

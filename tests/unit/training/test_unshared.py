@@ -14,9 +14,9 @@ from torch import nn
 
 from raytrain_plus import Parallel, Task
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.microbatches import Microbatch
 from raytrain_plus.data.of_job import rows_of
-from raytrain_plus.data.source import index
+from raytrain_plus.data.reading.microbatches import Microbatch
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import rules_of
 from raytrain_plus.state.named import named_state, state_sha256

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from raytrain_plus.collective.invitation import Invitation
-from raytrain_plus.data.microbatches import StepBatches
-from raytrain_plus.data.source import index
+from raytrain_plus.data.reading.microbatches import StepBatches
+from raytrain_plus.data.sources.source import index
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage

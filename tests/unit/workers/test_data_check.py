@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert.packing import packed
 from raytrain_plus.data.dataset import dataset
-from raytrain_plus.data.mixed_index import mixed_index
-from raytrain_plus.data.source import index, with_tokenizer
+from raytrain_plus.data.sources.mixed_index import mixed_index
+from raytrain_plus.data.sources.packing import packed
+from raytrain_plus.data.sources.source import index, with_tokenizer
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.workers.data_check import same_data, sights_of
 from tests.unit.data.test_source import write

@@ -25,7 +25,7 @@ print("torch" in sys.modules, sys.modules["mine"].VALUE)
 
 def test_a_job_imports_its_task_its_transform_and_what_its_workers_use(tmp_path: Path) -> None:
     plan = order_of(job_of(), tmp_path).plan
-    assert imports_of(plan).modules == ("raytrain_plus.workers.worker", "raytrain_plus.data.stream", "t")
+    assert imports_of(plan).modules == ("raytrain_plus.workers.worker", "raytrain_plus.data.reading.stream", "t")
     assert imports_of(plan).roots == (".",)
     data = Data(path="x", batch_size=8, shards=2, transform="changes:augment")
     staged = replace(plan, job=replace(plan.job, data=data, parallel=Parallel(pipeline=2)), collective="horovod")

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from raytrain_plus.data.microbatches import StepBatches
+from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.job.settings import Parallel, Workers
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers.warm_up import warm_up

@@ -21,11 +21,12 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert import csv_rows, lines, parts
+from raytrain_plus.data.convert import parts
 from raytrain_plus.data.convert.conversion import converted, earlier, source_files
-from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.convert.formats import csv_rows, lines
+from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.dataset import dataset
-from raytrain_plus.data.differences import differences
+from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.errors import DataError
 
 ROWS = [{"id": n, "x": n / 4, "t": f'line {n}, "quoted"\t' + "é" * (n % 7), "ok": n % 3 == 0} for n in range(3000)]

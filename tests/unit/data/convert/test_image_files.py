@@ -15,13 +15,13 @@ from PIL import Image
 
 from raytrain_plus.data.convert import parts
 from raytrain_plus.data.convert.conversion import converted
-from raytrain_plus.data.convert.formats import format_of
+from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.dataset import dataset
-from raytrain_plus.data.images import DecodeImages
-from raytrain_plus.data.row_names import named_row
-from raytrain_plus.data.source import check_alike, class_names, read_unit
-from raytrain_plus.data.transform_block import without_ids
-from raytrain_plus.data.unusable import judge
+from raytrain_plus.data.reading.transform_block import without_ids
+from raytrain_plus.data.reading.unusable import judge
+from raytrain_plus.data.sources.row_names import named_row
+from raytrain_plus.data.sources.source import check_alike, class_names, read_unit
+from raytrain_plus.data.values.images import DecodeImages
 from raytrain_plus.errors import DataError
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert.iterated import _folder_name, read_once
 from raytrain_plus.data.dataset import again, returned_dataset
-from raytrain_plus.data.source import Index, read_unit
-from raytrain_plus.data.user_dataset import UserDataset, open_dataset
+from raytrain_plus.data.sources.iterated import _folder_name, read_once
+from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataError, TaskError
 
 SOURCE = """

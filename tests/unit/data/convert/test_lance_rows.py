@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert import lance_rows, parts
+from raytrain_plus.data.convert import parts
 from raytrain_plus.data.convert.conversion import converted
-from raytrain_plus.data.convert.formats import format_of
-from raytrain_plus.data.convert.lance_rows import LanceRows, lance_files
+from raytrain_plus.data.convert.formats import lance_rows
+from raytrain_plus.data.convert.formats.formats import format_of
+from raytrain_plus.data.convert.formats.lance_rows import LanceRows, lance_files
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError
 from tests.unit.data.convert.test_conversion import ROWS, TABLE, contents, quiet, write_stream

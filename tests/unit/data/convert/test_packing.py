@@ -20,16 +20,17 @@ from tokenizers import Tokenizer
 
 from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.checks.data_report import data_report
-from raytrain_plus.data.collate import ADDED
-from raytrain_plus.data.convert import packing, parts
-from raytrain_plus.data.convert.packing import packed, packed_again
+from raytrain_plus.data.convert import parts
 from raytrain_plus.data.dataset import dataset, held_out_data, training_data
-from raytrain_plus.data.differences import differences
-from raytrain_plus.data.first_rows import first_rows
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.source import Index, check_alike, read_unit
-from raytrain_plus.data.tokens import POSITIONS
-from raytrain_plus.data.user_dataset import open_dataset
+from raytrain_plus.data.reading.first_rows import first_rows
+from raytrain_plus.data.sources import packing
+from raytrain_plus.data.sources.differences import differences
+from raytrain_plus.data.sources.packing import packed, packed_again
+from raytrain_plus.data.sources.source import Index, check_alike, read_unit
+from raytrain_plus.data.sources.user_dataset import open_dataset
+from raytrain_plus.data.values.collate import ADDED
+from raytrain_plus.data.values.tokens import POSITIONS
 from raytrain_plus.errors import DataError
 from raytrain_plus.task import Task
 from tests.unit.data.convert.test_conversion import kill_after_a_part
@@ -270,7 +271,7 @@ def test_a_killed_packing_continues(tmp_path: Path, saved: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from raytrain_plus.data.convert import parts; parts.GROUPS = 8\n"
-        "from raytrain_plus.data.convert.packing import packed\n"
+        "from raytrain_plus.data.sources.packing import packed\n"
         "from raytrain_plus.data.dataset import dataset\n"
         "print(packed(dataset(sys.argv[1]), 64, sys.argv[2], cache=Path(sys.argv[3])).path)"
     )

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.convert import parts, tar_samples
+from raytrain_plus.data.convert import parts
 from raytrain_plus.data.convert.conversion import converted
+from raytrain_plus.data.convert.formats import tar_samples
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError
 

@@ -1,0 +1,33 @@
+"""Read plain text: each line is a row, without its end, in the column `text`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from raytrain_plus.data.convert.formats.lines import LineBlock, in_order, line_blocks, text_of
+from raytrain_plus.data.convert.formats.record_blocks import Block
+
+SCHEMA = pa.schema([pa.field("text", pa.string())])
+
+
+class TextLines:
+    """See `records.Records`. A position is that of a byte in the uncompressed file."""
+
+    def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
+        """See `records.Records`."""
+        return SCHEMA
+
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+        """See `records.Records`."""
+
+        def lines(block: LineBlock) -> pa.Table:
+            found = text_of(file, block).split("\n")
+            if not found[-1]:
+                found.pop()
+            return pa.table([pa.array([line.removesuffix("\r") for line in found], pa.string())], schema=SCHEMA)
+
+        for block, table in in_order(line_blocks(file, begin), lines):
+            yield Block(table, block.begin, block.read)

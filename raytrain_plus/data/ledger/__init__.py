@@ -1,0 +1,1 @@
+"""Notes of the rows that each shard has used, and their files."""

@@ -1,0 +1,1 @@
+"""Which rows are used when, by which shard. Pure."""

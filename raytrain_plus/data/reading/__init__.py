@@ -1,0 +1,1 @@
+"""From the order of rows to the batches of a step: read, transformed, divided, collated."""

@@ -1,0 +1,188 @@
+"""Read a dataset by index: `data.dataset`. Its units are blocks of as many positions; a position stands for one item.
+
+If the job shuffles, positions are scattered over the dataset: position p is the item `order(mix(length), length)[p]`,
+the same in all epochs and for all readers. So a block holds items from all over the dataset, as the batches of torch's
+DataLoader do, also if the dataset is sorted, and only the items that a step needs are read.
+
+Items must be the same whenever they are read: 64 of them, the marks, are compared with what they were at first whenever
+they come by.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from raytrain_plus.data.order.sample_order import mix, order
+from raytrain_plus.data.sources.item_columns import FORM, UnfitItem, digest_of, schema_of, table_of
+from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset, source_digest
+from raytrain_plus.errors import DataChanged, DataError
+
+MARKS = 64
+"""Items whose content is part of the fingerprint."""
+BLOCK = 32
+"""Items of a block; more if there would be more than `BLOCKS`."""
+BLOCKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A dataset that is read by index."""
+
+    spec: str
+    """`module:function`."""
+    roots: tuple[str, ...]
+    """Folders from which it is imported."""
+    length: int
+    block: int
+    """Positions of a block; the last one has fewer."""
+    schema: pa.Schema
+    scattered: bool
+    """Whether positions are scattered over the dataset."""
+    marks: dict[int, str]
+    """Item -> SHA-256 of its content."""
+    source: str
+    """SHA-256 of the function's source."""
+    item_bytes: float
+    """Mean bytes of an item's values."""
+    run: str
+    """Names the run: see `open_dataset`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the length, the function's source and the marks."""
+        digest = hashlib.sha256(f"{self.length}\0{self.block}\0{self.source}\0{self.schema}\0".encode())
+        for index, content in sorted(self.marks.items()):
+            digest.update(f"{index}\0{content}\0".encode())
+        return digest.hexdigest()
+
+    @property
+    def block_rows(self) -> tuple[int, ...]:
+        """For each block, its rows."""
+        whole, left = divmod(self.length, self.block)
+        return (self.block,) * whole + (left,) * (left > 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a description of the dataset, with which later checks can compare it."""
+        return {
+            "length": self.length,
+            "source_sha256": self.source,
+            "marks": {str(at): of for at, of in self.marks.items()},
+        }
+
+    def at(self, block: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the items at these places of a block."""
+        positions = block * self.block + places
+        return _scattered(self.length)[positions] if self.scattered else positions
+
+    def rows(self, indices: Sequence[int]) -> pa.Table:
+        """Return items as rows.
+
+        Raises `DataChanged` if one has changed since the marks were made, `DataError` if one does not fit the columns,
+        and `TaskError` if the dataset raises.
+        """
+        dataset = open_dataset(self.spec, self.roots, self.run)
+        items = dataset.items(indices)
+        try:
+            table = table_of(items, self.schema)
+        except UnfitItem as unfit:
+            raise _unfit(self.spec, indices[unfit.number], unfit) from None
+        for index, item in zip(indices, items, strict=True):
+            if index in self.marks and digest_of(item) != self.marks[index]:
+                raise _changed(self.spec, index)
+        return table
+
+
+def items_of(spec: str, roots: Sequence[str | Path], run: str, *, scattered: bool) -> Items:
+    """Look at an indexed dataset: its length, its marks and their columns. `run`: see `open_dataset`.
+
+    Raises `DataError` if it has no items, they do not fit together or change between two reads, and `TaskError` if its
+    code raises.
+    """
+    named = tuple(map(str, roots))
+    dataset = open_dataset(spec, named, run)
+    length = _length(dataset)
+    chosen = sorted(order(mix(length, MARKS), length)[:MARKS].tolist())
+    items = dataset.items(chosen)
+    try:
+        schema = schema_of(items, _declared(dataset))
+        table = table_of(items, schema)
+    except UnfitItem as unfit:
+        raise _unfit(spec, chosen[unfit.number], unfit) from None
+    marks = dict(zip(chosen, map(digest_of, items), strict=True))
+    for index, item in zip(chosen, dataset.items(chosen), strict=True):
+        if digest_of(item) != marks[index]:
+            raise _changed(spec, index)
+    block = BLOCK
+    while length > block * BLOCKS:
+        block *= 2
+    return Items(
+        spec=spec,
+        roots=named,
+        length=length,
+        block=block,
+        schema=schema,
+        scattered=scattered,
+        marks=marks,
+        source=source_digest(spec, named),
+        item_bytes=table.nbytes / len(items),
+        run=run,
+    )
+
+
+def _declared(dataset: UserDataset) -> pa.Schema | None:
+    """Return the columns that a `datasets.Dataset` declares; None for others."""
+    found = getattr(getattr(dataset.value, "features", None), "arrow_schema", None)
+    return found if isinstance(found, pa.Schema) else None
+
+
+def _length(dataset: UserDataset) -> int:
+    where = f"dataset {dataset.spec}"
+    try:
+        length = len(dataset.value)
+    except Exception as error:
+        raise dataset.failed(error, "len()") from None
+    if not length:
+        raise DataError("the dataset has no items", where, expected="rows to train on")
+    return length
+
+
+@functools.lru_cache(4)
+def _scattered(length: int) -> npt.NDArray[np.int64]:
+    found = order(mix(length), length)
+    found.flags.writeable = False
+    return found
+
+
+def _changed(spec: str, index: int) -> DataChanged:
+    return DataChanged(
+        f"item {index} is not the same each time it is read",
+        where=f"dataset {spec}",
+        remedy="return the same item for an index, always: draw random numbers in data.transform, whose generator "
+        "gives the same ones to every reader; if the data itself has changed, start over with --fresh",
+    )
+
+
+def _unfit(spec: str, index: int, unfit: UnfitItem) -> DataError:
+    return DataError(f"item {index}: {unfit}", where=f"dataset {spec}", remedy=FORM)
+
+
+def changes_of(now: Mapping[str, Any], then: Any) -> list[str]:
+    """Describe in words how the dataset of two `Items.to_json` differs; `then` is read from a file."""
+    then = then if isinstance(then, Mapping) else {}
+    found, marks = [], then.get("marks")
+    if now["length"] != then.get("length"):
+        found.append(f"it has {now['length']:,} items, not {then.get('length')}")
+    elif changed := [at for at in now["marks"] if not isinstance(marks, Mapping) or now["marks"][at] != marks.get(at)]:
+        found.append(f"{len(changed)} of {len(now['marks'])} items differ, such as item {changed[0]}")
+    if now["source_sha256"] != then.get("source_sha256"):
+        found.append("the source of its function differs")
+    return found

@@ -1,0 +1,251 @@
+"""Convert documents of any format into rows of one length, once per node, into Parquet in the user's cache.
+
+The documents are read in order, from their files, from what these were converted to, or by index. A conversion that was
+killed continues after its last complete part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from raytrain_plus.data.convert.cache import default_cache, made_once
+from raytrain_plus.data.convert.conversion import Told, earlier, name_of
+from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.packed import (
+    Ints,
+    Packed,
+    PackedRows,
+    Packer,
+    TokenPlace,
+    positions_of,
+    slices,
+    with_ends,
+)
+from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, group_rows_of, is_complete, load_progress
+from raytrain_plus.data.sources.row_names import named_row
+from raytrain_plus.data.sources.source import Index, Origin, check_unchanged, index, read_unit
+from raytrain_plus.data.values.tokens import (
+    IDS,
+    POSITIONS,
+    TokenizerFile,
+    end_token,
+    is_text,
+    tokenizer_file,
+    whole_tokens,
+)
+from raytrain_plus.errors import DataChanged, DataError, first_line
+from raytrain_plus.observe.conversion_view import conversion_view
+from raytrain_plus.storage.place import spelled
+
+SLICE_BYTES = 2 << 20
+"""Bytes of documents that are made tokens of at once; a larger document by itself."""
+_VERSION = 1
+"""Raised when the same documents are to be packed differently."""
+_LEFT = "_left"
+"""The file with the number of tokens that are dropped."""
+
+
+def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache: Path | None = None) -> Index:
+    """Return the index of rows of `length` tokens, packed from documents; pack them if they are missing, and say so.
+
+    `tokenizer`: as `tokenizer_file` takes it, or None for documents of tokens. `cache`: the folder of converted data;
+    None for the user's. Raises `DataError` if the documents cannot be packed, and the errors of `tokenizer_file`.
+    """
+    file = None if tokenizer is None else tokenizer_file(tokenizer)
+    end = None if file is None else end_token(file)
+    column = _column_of(documents, file)
+    target = (cache or default_cache()) / _folder_name(documents, length, file, end)
+    made = False
+    if not is_complete(target):
+        name, again = Path(documents.named).name, len(earlier(target)) > 0
+        with conversion_view(sys.stderr, name, again, ("packing", "packed")) as told:
+            writing = _Writing(documents, column, length, file, end, told)
+            made_once(target, documents.named, writing.into)
+            made = writing.done
+    seen = index(target)
+    found = Packed(length, file, end, documents.rows, documents.fingerprint, int((target / _LEFT).read_text()))
+    if made:
+        print(f"{documents.named}: {found.line()}", file=sys.stderr, flush=True)
+        if documents.items is not None:
+            print(f"its rows are in {target}; delete it to pack them again", file=sys.stderr, flush=True)
+    chosen = [] if documents.read_as is None else [column]
+    both = "\0".join([seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end), *chosen])
+    return replace(
+        seen,
+        fingerprint=hashlib.sha256(both.encode()).hexdigest(),
+        origin=_origin_of(documents),
+        packed=found,
+        documents=documents,
+    )
+
+
+def packed_again(documents: Index, expected: Packed) -> Index:
+    """Return the index of rows that are packed as `expected`, from documents as this node sees them."""
+    return packed(documents, expected.length, None if expected.tokenizer is None else expected.tokenizer.path)
+
+
+def _origin_of(documents: Index) -> Origin:
+    if documents.origin is not None:
+        return documents.origin
+    files = tuple(zip(map(spelled, documents.places), documents.file_bytes, strict=False))
+    return Origin(documents.path, None if documents.items is not None else "parquet", files)
+
+
+def _column_of(documents: Index, tokenizer: TokenizerFile | None) -> str:
+    """Return the column that holds the documents. Raises `DataError` if there is none, or several, or no tokenizer."""
+    fields: dict[str, pa.DataType] = {field.name: field.type for field in documents.schema}
+    found = [name for name, kind in fields.items() if is_text(kind) or _is_tokens(kind)]
+    if len(found) != 1:
+        several = f"{len(found)} columns could hold the documents: {', '.join(found)}"
+        raise DataError(
+            several if found else "no column holds documents",
+            where=f"data.pack: {documents.named}",
+            expected="one column of text or of lists of token numbers"
+            + ("" if found else " among " + ", ".join(f"{name} ({kind})" for name, kind in fields.items())),
+            remedy="leave out the others" if found else "",
+        )
+    if tokenizer is None and is_text(fields[found[0]]):
+        raise DataError(
+            f"column '{found[0]}' holds text, and data.pack needs tokens",
+            where=f"data.pack: {documents.named}",
+            remedy="name the folder of a tokenizer in data.tokenizer",
+        )
+    return found[0]
+
+
+def _is_tokens(kind: pa.DataType) -> bool:
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return bool(lists and pa.types.is_integer(kind.value_type))
+
+
+def _folder_name(documents: Index, length: int, file: TokenizerFile | None, end: int | None) -> str:
+    tokenizer = "" if file is None else f"{file.sha256}\0{version('tokenizers')}"
+    # Without a choice there is one column that can be packed.
+    chosen = "" if documents.read_as is None else f"\0{','.join(documents.read_as.names)}"
+    kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}{chosen}"
+    return name_of(Path(documents.named).stem, kind, documents.places, documents.fingerprint)
+
+
+class _Writing:
+    """Packs documents into the parts of a folder."""
+
+    def __init__(
+        self,
+        documents: Index,
+        column: str,
+        length: int,
+        tokenizer: TokenizerFile | None,
+        end: int | None,
+        told: Told,
+    ) -> None:
+        self._documents = documents
+        self._column = column
+        self._length = length
+        self._tokenizer = tokenizer
+        self._end = end
+        self._told = told
+        self.done = False
+        """Whether this process has written the last part."""
+
+    def into(self, partial: Path) -> None:
+        """Write all parts, or those that an earlier process has not written.
+
+        Raises `DataError` if there is not a whole row, if a document holds no tokens, or if a file has changed.
+        """
+        progress = load_progress(partial) or begin_again(partial, self._none())
+        parts, packer = Parts(partial, progress), Packer(self._length)
+        try:
+            for rows, read in self._rows(packer, TokenPlace(progress.file, progress.begin)):
+                parts.add(Block(self._table(rows), rows.place.token, read), rows.place.unit)
+            check_unchanged(self._documents)
+        except DataChanged as error:
+            if error.first is None:
+                raise
+            raise DataError(
+                "the file changed while its documents were packed",
+                where=error.where,
+                remedy="run again when it no longer changes",
+            ) from error
+        parts.end()
+        if not parts.progress.parts:
+            raise DataError(
+                f"its documents have {packer.left:,} tokens in all, too few for a row of {self._length:,}",
+                where=f"data.pack: {self._documents.named}",
+                remedy="use more data, or a smaller data.pack",
+            )
+        (partial / _LEFT).write_text(str(packer.left))
+        self.done = True
+
+    def _none(self) -> Progress:
+        """Return the progress of a conversion that has not begun."""
+        kind = pa.list_(pa.int64(), self._length)
+        schema = pa.schema([(IDS, kind), (POSITIONS, kind)])
+        # A part is in memory as a whole, so a long row is a group by itself.
+        return replace(Progress.of(schema), group_rows=group_rows_of(2 * 8 * self._length, least=1))
+
+    def _table(self, rows: PackedRows) -> pa.Table:
+        columns = {IDS: rows.tokens, POSITIONS: rows.positions}
+        flat = {name: pa.array(values.reshape(-1)) for name, values in columns.items()}
+        return pa.table({name: pa.FixedSizeListArray.from_arrays(flat[name], self._length) for name in columns})
+
+    def _rows(self, packer: Packer, start: TokenPlace) -> Iterator[tuple[PackedRows, int]]:
+        """Yield rows from a place on, and the bytes of the documents that have been read."""
+        sizes = self._documents.unit_bytes
+        read = sum(sizes[: start.unit])
+        for unit in range(start.unit, len(sizes)):
+            at = 0
+            for tokens, positions in self._tokens(unit):
+                cut = min(len(tokens), max(0, start.token - at)) if unit == start.unit else 0
+                rows = packer.add(tokens[cut:], positions[cut:], TokenPlace(unit, at + cut))
+                at += len(tokens)
+                if rows is not None:
+                    yield rows, read
+            read += sizes[unit]
+            self._told(read, sum(sizes))
+
+    def _tokens(self, unit: int) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the tokens of a unit's documents, and their numbers in their documents, slice by slice."""
+        column = read_unit(self._documents, unit).column(self._column)
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(
+                f"column '{self._column}' is null, so there is no document",
+                where=named_row(self._documents, unit, row),
+                remedy="drop such rows, in data.prepare for example",
+            )
+        text = is_text(column.type)
+        column = column.cast(pa.large_string() if text else pa.large_list(column.type.value_type))
+        sizes = pc.binary_length(column) if text else pc.multiply(pc.list_value_length(column), 8)
+        encoded = self._of_text if text else self._of_lists
+        for begin, end in slices(sizes.to_numpy(), SLICE_BYTES):
+            try:
+                tokens, lengths = encoded(column.slice(begin, end - begin))
+            except pa.ArrowInvalid as error:
+                raise DataError(
+                    f"column '{self._column}' holds no token numbers: {first_line(error)}",
+                    where=self._documents.name(unit),
+                ) from None
+            tokens, lengths = with_ends(tokens, lengths, self._end)
+            yield tokens, positions_of(lengths)
+
+    def _of_text(self, column: pa.ChunkedArray) -> tuple[Ints, Ints]:
+        assert self._tokenizer is not None
+        found = whole_tokens(self._tokenizer, column.to_pylist())
+        lengths = np.array([len(tokens) for tokens in found], np.int64)
+        return np.concatenate([np.array(tokens, np.int64) for tokens in found]), lengths
+
+    def _of_lists(self, column: pa.ChunkedArray) -> tuple[Ints, Ints]:
+        values = pc.list_flatten(column)
+        if values.null_count:
+            raise pa.ArrowInvalid("a number is null")
+        lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+        return values.cast(pa.int64()).to_numpy(), lengths

@@ -1,0 +1,1 @@
+"""What is made of the values of rows: tokens, images, columns, batches."""
