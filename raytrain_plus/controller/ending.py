@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raytrain_plus.controller.arrivals import Arrivals
-from raytrain_plus.controller.export import ModelHandOver
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.members import Members
-from raytrain_plus.controller.order import Closing
+from raytrain_plus.controller.group.arrivals import Arrivals
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.model_hand_over import ModelHandOver
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.run_order import Closing
 from raytrain_plus.errors import DataChanged, RaytrainError, RunError, TrainingError
 from raytrain_plus.membership import events as e
 

@@ -11,27 +11,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raytrain_plus.controller.arrivals import Arrivals
-from raytrain_plus.controller.checkpointing import Checkpoints, publisher_of
+from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints, publisher_of
+from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.ending import Ending
 from raytrain_plus.controller.event_loop import TICK_S, Clock, Died, EventLoop, Host, WorkerGroup
 from raytrain_plus.controller.executor import Executor
-from raytrain_plus.controller.export import Exported, Exporter, ModelHandOver
-from raytrain_plus.controller.formation import Formation, Formed
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.last_progress import LastProgress
-from raytrain_plus.controller.losses import Losses
-from raytrain_plus.controller.members import Members, Reported
-from raytrain_plus.controller.metrics import Metrics
-from raytrain_plus.controller.monitor import Monitor, NodeWatch
-from raytrain_plus.controller.nodes import Draining, NodeLost
+from raytrain_plus.controller.group.arrivals import Arrivals
+from raytrain_plus.controller.group.formation import Formation, Formed
+from raytrain_plus.controller.group.last_progress import LastProgress
+from raytrain_plus.controller.group.lost_workers import Losses
+from raytrain_plus.controller.group.members import Members, Reported
+from raytrain_plus.controller.group.model_hand_over import Exported, Exporter, ModelHandOver
+from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
+from raytrain_plus.controller.group.nodes import Draining, NodeLost
+from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.controller.opening import open_run
-from raytrain_plus.controller.order import Closing, Order
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.publisher import Published
-from raytrain_plus.controller.replication import Replication
-from raytrain_plus.controller.restoring import Restoring
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.metrics import Metrics
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.run_order import Closing, Order
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raytrain_plus.controller.arrivals import Arrivals
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.ending import Ending
-from raytrain_plus.controller.export import ModelHandOver
-from raytrain_plus.controller.formation import Formation
-from raytrain_plus.controller.losses import Losses
-from raytrain_plus.controller.members import Members
-from raytrain_plus.controller.monitor import Monitor
-from raytrain_plus.controller.replication import Replication
-from raytrain_plus.controller.restoring import Restoring
+from raytrain_plus.controller.group.arrivals import Arrivals
+from raytrain_plus.controller.group.formation import Formation
+from raytrain_plus.controller.group.lost_workers import Losses
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.model_hand_over import ModelHandOver
+from raytrain_plus.controller.group.monitor import Monitor
+from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import machine
 from raytrain_plus.membership.group import Limits, Phase

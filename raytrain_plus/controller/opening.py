@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from raytrain_plus.controller.event_loop import Host
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
 from raytrain_plus.observe.callbacks import Callbacks, CalledTask

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import cloudpickle
 
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.observe.progress import PlainView

@@ -20,8 +20,8 @@ from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RayTa
 from ray.util.client import ray as client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_plus.controller.actor import Controller
-from raytrain_plus.controller.order import Driver, Order
+from raytrain_plus.controller.controller_actor import Controller
+from raytrain_plus.controller.run_order import Driver, Order
 from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.install.ray_folder import ray_folder
 from raytrain_plus.job.settings import Job

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from raytrain_plus.controller.order import Closing, Order
+from raytrain_plus.controller.run_order import Closing, Order
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.cluster import begin
 from raytrain_plus.observe.progress import ProgressView

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.state import horovod_state

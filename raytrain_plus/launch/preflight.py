@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import yaml
 
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.dataset import TEXTS, both_data
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Elastic, Evaluate, Result, Workers
 from raytrain_plus.audit.audit import audit
-from raytrain_plus.controller.monitor import PULSE_S
+from raytrain_plus.controller.group.monitor import PULSE_S
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
 

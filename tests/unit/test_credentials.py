@@ -18,7 +18,7 @@ import yaml
 
 from raytrain_plus import Data, Job, JobError, credentials
 from raytrain_plus.cli import main as cli
-from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.credentials import credential_in, hide_credentials, without_credentials
 from raytrain_plus.errors import DataError, InputError, RunError, StorageError, TaskError, TrainingError
 from raytrain_plus.job.setting_types import fields_of, flatten, nested

@@ -18,8 +18,8 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.audit.audit_record import read_record
-from raytrain_plus.controller.formation import Formed
-from raytrain_plus.controller.members import Reported
+from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.errors import Interrupted, WorkerLost
 from raytrain_plus.job.settings import EarlyStop, Job
 from raytrain_plus.membership import events as e

@@ -12,9 +12,9 @@ import pyarrow as pa
 
 from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
-from raytrain_plus.controller.formation import Formed
-from raytrain_plus.controller.members import Reported
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.members import Reported
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import WorkerLost

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from raytrain_plus.controller.awaited import awaited
+from raytrain_plus.controller.roster.awaited import awaited
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group, Limits, WorkerStatus
 from raytrain_plus.membership.machine import step

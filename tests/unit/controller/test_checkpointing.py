@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.controller.checkpointing import GENERATIONS, Checkpoints, publisher_of
+from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published
+from raytrain_plus.controller.checkpoints.checkpointing import GENERATIONS, Checkpoints, publisher_of
 from raytrain_plus.controller.event_loop import EventLoop
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.publisher import Published
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from raytrain_plus.controller import checkpointing
-from raytrain_plus.controller.checkpointing import Checkpoints
-from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.checkpoints import checkpointing
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
+from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
 from raytrain_plus.membership import events, machine
 from raytrain_plus.membership.group import Phase

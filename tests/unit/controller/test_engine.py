@@ -10,13 +10,13 @@ from typing import Any, get_args
 
 import pytest
 
-from raytrain_plus.controller.actor import UNHEARD_S, drives
+from raytrain_plus.controller.checkpoints.restoring import RESTORE_AGAIN_S
+from raytrain_plus.controller.controller_actor import UNHEARD_S, drives
 from raytrain_plus.controller.event_loop import VACANT_S
-from raytrain_plus.controller.export import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
-from raytrain_plus.controller.formation import STANDBY_S
-from raytrain_plus.controller.members import Reported
-from raytrain_plus.controller.nodes import Draining, NodeLost
-from raytrain_plus.controller.restoring import RESTORE_AGAIN_S
+from raytrain_plus.controller.group.formation import STANDBY_S
+from raytrain_plus.controller.group.members import Reported
+from raytrain_plus.controller.group.model_hand_over import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
+from raytrain_plus.controller.group.nodes import Draining, NodeLost
 from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.errors import (
     CheckpointError,

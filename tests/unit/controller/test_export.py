@@ -12,8 +12,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from raytrain_plus.controller import export
-from raytrain_plus.controller.export import Exported, Exporter
+from raytrain_plus.controller.group import model_hand_over
+from raytrain_plus.controller.group.model_hand_over import Exported, Exporter
 from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLost
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece
@@ -97,7 +97,7 @@ class Full(LocalFolder):
 
 
 def test_a_refused_write_is_retried_from_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "LAST_PAUSES_S", (0.0,))
+    monkeypatch.setattr(model_hand_over, "LAST_PAUSES_S", (0.0,))
     seen: list[int] = []
     failed = Exporter._failed
 

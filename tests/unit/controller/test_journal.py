@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.controller import aside, followed, last_writes
-from raytrain_plus.controller.aside import Aside
-from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.record import aside, event_feed, last_writes
+from raytrain_plus.controller.record.aside import Aside
+from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.data.ledger import ledger_files
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
@@ -56,7 +56,7 @@ def journal(run: Folder) -> Iterator[Journal]:
 def test_a_follower_from_far_back_gets_events_dropped_from_memory(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(followed, "KEPT", 5)
+    monkeypatch.setattr(event_feed, "KEPT", 5)
     for number in range(40):
         journal.will_leave(f"node-{number}", None)
     journal.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.controller.last_progress import RATE_S, Advance
+from raytrain_plus.controller.group.last_progress import RATE_S, Advance
 
 
 def test_any_change_is_an_advance_and_none_is_a_stall() -> None:

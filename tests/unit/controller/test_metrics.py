@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.controller import metrics as module
-from raytrain_plus.controller.metrics import PERIOD_S, Metrics
+from raytrain_plus.controller.record import metrics as module
+from raytrain_plus.controller.record.metrics import PERIOD_S, Metrics
 
 STEPS, TIME = "raytrain_steps", "raytrain_step_seconds"
 

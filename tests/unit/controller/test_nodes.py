@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
-from raytrain_plus.controller import nodes
-from raytrain_plus.controller.nodes import KNOCK_S, Draining, NodeLost, Nodes
+from raytrain_plus.controller.group import nodes
+from raytrain_plus.controller.group.nodes import KNOCK_S, Draining, NodeLost, Nodes
 
 
 class Looks(threading.Event):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Parallel
 from raytrain_plus.membership.mesh import Shape, Stage

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.controller.publisher import Published, Publisher
+from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published, Publisher
 from raytrain_plus.errors import RunError
 from raytrain_plus.job.settings import KeepBest
 from raytrain_plus.state.checkpoint import survey

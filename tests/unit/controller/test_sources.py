@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.controller.sources import Source, sources_of
+from raytrain_plus.controller.roster.donors import Source, sources_of
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans

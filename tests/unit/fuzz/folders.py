@@ -24,7 +24,7 @@ import xxhash
 import yaml
 
 from raytrain_plus import Data, Evaluate, Job
-from raytrain_plus.controller.order import Order
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.data.of_job import sample_order_of

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from raytrain_plus.controller.awaited import awaited
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
-from raytrain_plus.controller.export import ModelHandOver
-from raytrain_plus.controller.formation import Formation
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.last_progress import LastProgress
-from raytrain_plus.controller.losses import Losses
-from raytrain_plus.controller.members import Members
-from raytrain_plus.controller.nodes import Draining
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.group.formation import Formation
+from raytrain_plus.controller.group.last_progress import LastProgress
+from raytrain_plus.controller.group.lost_workers import Losses
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.model_hand_over import ModelHandOver
+from raytrain_plus.controller.group.nodes import Draining
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.awaited import awaited
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import Elastic
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, holders, members_in

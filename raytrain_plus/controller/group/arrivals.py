@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.losses import Losses
-from raytrain_plus.controller.monitor import Monitor
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.group.lost_workers import Losses
+from raytrain_plus.controller.group.monitor import Monitor
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.errors import DataChanged, InputError, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import EventLoop
-from raytrain_plus.controller.export import ModelHandOver
-from raytrain_plus.controller.journal import Journal
+from raytrain_plus.controller.group.model_hand_over import ModelHandOver
+from raytrain_plus.controller.record.journal import Journal
 
 ASK_S = 0.5
 """Seconds between two questions to a writer."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.controller.followed import Followed
-from raytrain_plus.controller.ownership import Ownership
+from raytrain_plus.controller.record.event_feed import Followed
+from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.credentials import hide_credentials
 from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.errors import RunError

@@ -13,12 +13,12 @@ import ray
 
 from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
-from raytrain_plus.controller.formation import Formed
-from raytrain_plus.controller.members import Reported
-from raytrain_plus.controller.metrics import Metrics
-from raytrain_plus.controller.nodes import Nodes
-from raytrain_plus.controller.order import Closing, Driver, Order
+from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.members import Reported
+from raytrain_plus.controller.group.nodes import Nodes
+from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.rescaling import effect, requested
+from raytrain_plus.controller.run_order import Closing, Driver, Order
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.runs.process import lives

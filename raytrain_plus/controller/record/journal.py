@@ -12,17 +12,17 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
-from raytrain_plus.controller.aside import Aside
-from raytrain_plus.controller.bubble import Bubble, Drawing
-from raytrain_plus.controller.clocks import Clocks
-from raytrain_plus.controller.followed import Followed
-from raytrain_plus.controller.gathered import Gathered, optional_fields
-from raytrain_plus.controller.incidents import Incidents, Recovery
-from raytrain_plus.controller.last_writes import LastWrites
-from raytrain_plus.controller.outlets import Outlets
-from raytrain_plus.controller.ownership import Ownership
-from raytrain_plus.controller.roster import seated, who
-from raytrain_plus.controller.totals import Totals
+from raytrain_plus.controller.record.aside import Aside
+from raytrain_plus.controller.record.event_feed import Followed
+from raytrain_plus.controller.record.incidents import Incidents, Recovery
+from raytrain_plus.controller.record.last_writes import LastWrites
+from raytrain_plus.controller.record.ownership import Ownership
+from raytrain_plus.controller.record.pending_steps import Gathered, optional_fields
+from raytrain_plus.controller.record.run_writers import Outlets
+from raytrain_plus.controller.record.stage_idle import Bubble, Drawing
+from raytrain_plus.controller.record.totals import Totals
+from raytrain_plus.controller.roster.clocks import Clocks
+from raytrain_plus.controller.roster.roster import seated, who
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.membership.commits import Commits

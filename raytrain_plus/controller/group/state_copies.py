@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from raytrain_plus.controller.event_loop import EventLoop, Machine, stale
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.buddies import buddies
 from raytrain_plus.membership.group import Phase

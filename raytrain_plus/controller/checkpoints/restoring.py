@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import TICK_S, EventLoop, Machine
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.partitions import Partitions
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
 from raytrain_plus.membership import events as e
 from raytrain_plus.runs.history import Past

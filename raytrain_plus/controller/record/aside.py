@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from raytrain_plus.controller.ownership import Ownership
+from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.errors import RunError
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages, outage_of

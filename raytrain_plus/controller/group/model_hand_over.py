@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.members import Members
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.replication import Replication
-from raytrain_plus.controller.restoring import Restoring
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.state_copies import Replication
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.errors import DamagedError, Interrupted, RaytrainError, RunError, StorageError, WorkerLost
 from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage, rank_counts, stages_of

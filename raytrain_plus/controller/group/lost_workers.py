@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raytrain_plus.controller.checkpointing import Checkpoints
-from raytrain_plus.controller.devices import Devices
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import Clock, Died, EventLoop, Machine
-from raytrain_plus.controller.export import ModelHandOver
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.nodes import NodeLost
-from raytrain_plus.controller.roster import Roster
+from raytrain_plus.controller.group.model_hand_over import ModelHandOver
+from raytrain_plus.controller.group.nodes import NodeLost
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.devices import Devices
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.workers.pool import OUT_OF_MEMORY, PROCESS_ONLY

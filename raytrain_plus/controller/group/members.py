@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Machine, stale
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.replication import Replication
+from raytrain_plus.controller.group.state_copies import Replication
+from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e

@@ -11,12 +11,12 @@ from functools import partial
 
 import yaml
 
+from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published, Publisher
+from raytrain_plus.controller.checkpoints.open_checkpoints import Abandoned, Saving
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.order import Order
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.publisher import Published, Publisher
-from raytrain_plus.controller.saving import Abandoned, Saving
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.run_order import Order
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Phase, cover, members_in

@@ -12,15 +12,15 @@ from typing import Any
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
-from raytrain_plus.controller.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
+from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine, stale
-from raytrain_plus.controller.journal import Journal
-from raytrain_plus.controller.members import Members
-from raytrain_plus.controller.partitions import Partitions
-from raytrain_plus.controller.replication import Replication
-from raytrain_plus.controller.restoring import Restoring
-from raytrain_plus.controller.roster import Roster
-from raytrain_plus.controller.sources import Source, sources_of
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.state_copies import Replication
+from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.roster.donors import Source, sources_of
+from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses

@@ -1,0 +1,1 @@
+"""What a run reports: events, result, ledger, gauges; and who may write them."""
