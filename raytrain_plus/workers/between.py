@@ -9,11 +9,11 @@ from typing import Any
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.training.exchange.thread_control import Control
-from raytrain_plus.workers.data_check import check_data
 from raytrain_plus.workers.messages import Outcome, ShareOf
-from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.preparation.data_check import check_data
+from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.reporter import tell_written
-from raytrain_plus.workers.saver import Part
+from raytrain_plus.workers.states.saver import Part
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 

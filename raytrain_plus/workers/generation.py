@@ -46,17 +46,17 @@ from raytrain_plus.training.step.loop import Feed, Steps, StepTimeouts, not_prof
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.workers.data_check import check_data
-from raytrain_plus.workers.device_fault import device_fault
-from raytrain_plus.workers.gpu_meter import metered
+from raytrain_plus.workers.machine.device_fault import device_fault
+from raytrain_plus.workers.machine.gpu_meter import metered
 from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
-from raytrain_plus.workers.prepared import Prepared
-from raytrain_plus.workers.profiled import profiling_of
-from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.preparation.data_check import check_data
+from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.preparation.profiled import profiling_of
+from raytrain_plus.workers.preparation.task_error import as_training_error
 from raytrain_plus.workers.reporter import Reporter, tell_written
-from raytrain_plus.workers.saver import Part
-from raytrain_plus.workers.state_source import sha256_of
-from raytrain_plus.workers.task_error import as_training_error
+from raytrain_plus.workers.states.saver import Part
+from raytrain_plus.workers.states.state_receiver import ReceivedStates
+from raytrain_plus.workers.states.state_source import sha256_of
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 _OfHost = TypeVar("_OfHost", TorchWorld, HorovodWorld)

@@ -28,9 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from raytrain_plus.errors import Interrupted, RunError, WorkerLost
 from raytrain_plus.membership.timeouts import START_S
 from raytrain_plus.ray_compat import accelerator_resource
-from raytrain_plus.workers.actor import WorkerActor
 from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.standby import Standby, Standbys, nodes_with_standby
+from raytrain_plus.workers.worker_actor import WorkerActor
 
 CALLS = 32
 """Concurrent calls that a worker answers: those that stay pending, short ones, and copies sent by others."""

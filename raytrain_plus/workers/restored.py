@@ -21,7 +21,7 @@ from raytrain_plus.storage.retry import retry
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.workers.messages import Layers
-from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.preparation.prepared import Prepared
 
 
 def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Pieces | None = None) -> None:

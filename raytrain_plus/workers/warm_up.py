@@ -12,7 +12,7 @@ from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import own_share, whole_steps
 from raytrain_plus.workers.messages import WHOLE
-from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.preparation.prepared import Prepared
 
 FIRST_STEP_S = 300.0
 """Maximum seconds of a first step and of an evaluation: they compile, open files, and have no earlier step as a

@@ -28,8 +28,9 @@ from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.training.exchange.step_records import Activity
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers import between
-from raytrain_plus.workers.device_fault import Brokenness, device_fault, device_name
 from raytrain_plus.workers.generation import Generation
+from raytrain_plus.workers.machine.device_fault import Brokenness, device_fault, device_name
+from raytrain_plus.workers.machine.notices import hear_notices
 from raytrain_plus.workers.messages import (
     Assignment,
     Buddy,
@@ -40,12 +41,11 @@ from raytrain_plus.workers.messages import (
     ShareOf,
     WorkerLocation,
 )
-from raytrain_plus.workers.notices import hear_notices
-from raytrain_plus.workers.prepared import Prepared, device_of, prepare_worker
-from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.preparation.prepared import Prepared, device_of, prepare_worker
+from raytrain_plus.workers.preparation.show import show_model
+from raytrain_plus.workers.preparation.task_error import as_training_error
 from raytrain_plus.workers.restored import restore
-from raytrain_plus.workers.show import show_model
-from raytrain_plus.workers.task_error import as_training_error
+from raytrain_plus.workers.states.state_receiver import ReceivedStates
 from raytrain_plus.workers.warm_up import warm_up
 
 T = TypeVar("T")

@@ -45,8 +45,8 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.loop import StepTimeouts, train
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.saver import Saver
+from raytrain_plus.workers.states.saver import Saver
+from raytrain_plus.workers.states.state_copier import Copier
 
 CREDENTIALS = "BENCHMARK_CREDENTIALS"
 

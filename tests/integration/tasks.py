@@ -36,7 +36,7 @@ from raytrain_plus.storage import local
 from raytrain_plus.torch_compat import compiled_graphs
 from raytrain_plus.training.passes import synchronous
 from raytrain_plus.training.passes.stage import ReplicaStage
-from raytrain_plus.workers.notices import listen
+from raytrain_plus.workers.machine.notices import listen
 
 
 class Whole(nn.Sequential):

@@ -261,7 +261,7 @@ class Member:
 
 
 class Writer:
-    """The part of `workers.saver.Saver` that the loop of training meets."""
+    """The part of `workers.states.saver.Saver` that the loop of training meets."""
 
     def __init__(self, member: Member) -> None:
         self._member = member
@@ -291,7 +291,7 @@ class Writer:
 
 
 class _Copier:
-    """The part of `workers.copier.Copier` that the loop of training meets."""
+    """The part of `workers.states.state_copier.Copier` that the loop of training meets."""
 
     def __init__(self, member: Member) -> None:
         self._member = member

@@ -17,7 +17,7 @@ from raytrain_plus.state.named import bytes_of, entry_of
 from raytrain_plus.state.whole import model_file
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.step import SynchronousSteps
-from raytrain_plus.workers.state_source import _hashed_tensors, sha256_of
+from raytrain_plus.workers.states.state_source import _hashed_tensors, sha256_of
 from tests.unit.training import test_precision
 from tests.unit.training.group import context
 from tests.unit.training.test_precision import SHARDS, Classifier, batches

@@ -35,8 +35,8 @@ from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.norms import Norms
 from raytrain_plus.training.weights.step_options import Technique
-from raytrain_plus.workers.gpu import gpu_of
-from raytrain_plus.workers.gpu_meter import read
+from raytrain_plus.workers.machine.gpu import gpu_of
+from raytrain_plus.workers.machine.gpu_meter import read
 from tests.gpu import DEVICE, NEEDS_GPU
 from tests.unit.collective.test_staged import Doubling
 from tests.unit.training.group import Group, context

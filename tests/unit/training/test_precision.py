@@ -25,7 +25,7 @@ from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, put
 from raytrain_plus.training.weights.step_options import Technique
-from raytrain_plus.workers.state_source import sha256_of
+from raytrain_plus.workers.states.state_source import sha256_of
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")

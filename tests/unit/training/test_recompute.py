@@ -26,7 +26,7 @@ from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 from raytrain_plus.trial.measure import measure_layers
-from raytrain_plus.workers.state_source import sha256_of
+from raytrain_plus.workers.states.state_source import sha256_of
 from tests.unit.training.group import context
 from tests.unit.training.test_synchronous import Deep
 

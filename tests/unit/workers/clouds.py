@@ -10,7 +10,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import gmtime, strftime
 
-from raytrain_plus.workers.spot import Cloud
+from raytrain_plus.workers.machine.spot import Cloud
 
 TOKEN = "AQAAAA-a-token=="
 NAME = "gpu-spot_3"

@@ -24,12 +24,12 @@ from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.exchange.thread_control import Place
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
-from raytrain_plus.workers.own_state import OwnState
-from raytrain_plus.workers.prepared import Prepared
-from raytrain_plus.workers.saver import Saver
-from raytrain_plus.workers.state_source import StateSource
+from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.states.held_state import OwnState
+from raytrain_plus.workers.states.saver import Saver
+from raytrain_plus.workers.states.state_copier import Copier
+from raytrain_plus.workers.states.state_source import StateSource
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
 from tests.unit.training.test_exact_steps import SHARDS, batches, state_of

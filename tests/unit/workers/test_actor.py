@@ -21,7 +21,7 @@ class Slow:
             print("loading", flush=True)
             time.sleep(60)
 
-from raytrain_plus.workers.actor import WorkerActor
+from raytrain_plus.workers.worker_actor import WorkerActor
 signal.signal(signal.SIGTERM, handler)
 sys.meta_path.insert(0, Slow())
 WorkerActor("w1")
@@ -45,7 +45,7 @@ def test_an_actor_ended_while_it_loads_its_code_prints_nothing() -> None:
 
 BECOMING = """
 import threading, time
-from raytrain_plus.workers.actor import WorkerActor
+from raytrain_plus.workers.worker_actor import WorkerActor
 actor, found = WorkerActor(), []
 caller = threading.Thread(target=lambda: found.append(actor.call("clock")))
 caller.start()
@@ -115,7 +115,7 @@ def test_a_standby_has_the_threads_of_a_worker(given: str, cpus: float, threads:
 
 FAILING = """
 import sys
-from raytrain_plus.workers.actor import WorkerActor
+from raytrain_plus.workers.worker_actor import WorkerActor
 sys.modules["raytrain_plus.workers.worker"] = None
 WorkerActor().become("w1")
 """

@@ -18,9 +18,9 @@ from raytrain_plus.errors import RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.transfer import Snapshot, load_snapshot, take_snapshot
-from raytrain_plus.workers import copier as module
-from raytrain_plus.workers.copier import Copier
 from raytrain_plus.workers.messages import Buddy, Sent
+from raytrain_plus.workers.states import state_copier as module
+from raytrain_plus.workers.states.state_copier import Copier
 from tests.unit.workers.trained import LateCopies, holding
 
 STAGE = Stage(1, 2)

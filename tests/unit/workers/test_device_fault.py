@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from raytrain_plus.errors import DeviceBroken, Interrupted, TrainingError
-from raytrain_plus.workers.device_fault import Brokenness, device_fault
+from raytrain_plus.workers.machine.device_fault import Brokenness, device_fault
 from tests.unit.workers.members import member, worker_of
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
@@ -64,7 +64,7 @@ def test_what_a_device_says_as_it_fails(error: BaseException, fault: str) -> Non
 
 
 def test_who_waits_hears_of_it_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_plus.workers.device_fault.GRACE_S", 0.05)
+    monkeypatch.setattr("raytrain_plus.workers.machine.device_fault.GRACE_S", 0.05)
     ended = threading.Event()
     broken = Brokenness(end=ended.set)
     with ThreadPoolExecutor() as pool:

@@ -12,8 +12,8 @@ import torch
 from raytrain_plus import Task
 from raytrain_plus.job.settings import Evaluate
 from raytrain_plus.membership.mesh import Stage
-from raytrain_plus.workers.feeds import Feeds
 from raytrain_plus.workers.messages import Plan
+from raytrain_plus.workers.preparation.feeds import Feeds
 from tests.unit.training.test_exact_steps import SHARDS
 from tests.unit.workers.members import plan_of
 

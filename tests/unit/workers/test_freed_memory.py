@@ -12,7 +12,7 @@ import pytest
 
 from raytrain_plus.trial import memory_limits
 from raytrain_plus.trial.memory_limits import is_memory_short
-from raytrain_plus.workers.freed_memory import WORTH, return_freed
+from raytrain_plus.workers.machine.freed_memory import WORTH, return_freed
 
 LIBC = ctypes.CDLL(None)
 LIBC.malloc.restype = ctypes.c_void_p

@@ -23,11 +23,11 @@ from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.step.loop import Evaluation
 from raytrain_plus.workers import generation, reporter
 from raytrain_plus.workers.generation import Generation
-from raytrain_plus.workers.gpu import Gpu
+from raytrain_plus.workers.machine.gpu import Gpu
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
-from raytrain_plus.workers.prepared import Prepared
-from raytrain_plus.workers.received import ReceivedStates
-from raytrain_plus.workers.state_source import sha256_of
+from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.states.state_receiver import ReceivedStates
+from raytrain_plus.workers.states.state_source import sha256_of
 from tests.unit.training.test_exact_steps import Small, batches, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
 

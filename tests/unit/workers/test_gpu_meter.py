@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from raytrain_plus.observe.gpu_use import GpuUse
-from raytrain_plus.workers import gpu_meter
-from raytrain_plus.workers.gpu_meter import metered, read
+from raytrain_plus.workers.machine import gpu_meter
+from raytrain_plus.workers.machine.gpu_meter import metered, read
 from tests.unit.fake_nvml import FakeNvml, NVMLError, NVMLErrorNotSupported
 
 USE = GpuUse(utilisation=0.91, memory_bytes=2 * 10**9, power_w=71.5)

@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from raytrain_plus.workers import notices
-from raytrain_plus.workers.notices import SILENT, hear_notices, listen
-from raytrain_plus.workers.spot import LOOK_S, Cloud
+from raytrain_plus.workers.machine import notices
+from raytrain_plus.workers.machine.notices import SILENT, hear_notices, listen
+from raytrain_plus.workers.machine.spot import LOOK_S, Cloud
 from tests.unit.workers.clouds import Service, speaking
 
 ASKED = {

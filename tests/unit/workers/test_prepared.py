@@ -17,7 +17,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.job.settings import Parallel, Workers
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan
-from raytrain_plus.workers.prepared import prepare_worker
+from raytrain_plus.workers.preparation.prepared import prepare_worker
 from tests.unit.workers.members import member, plan_of
 
 

@@ -12,7 +12,7 @@ from ray.exceptions import ObjectLostError
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.state.transfer import Snapshot, snapshot_digest
 from raytrain_plus.training.exchange.thread_control import Control
-from raytrain_plus.workers.received import ReceivedStates
+from raytrain_plus.workers.states.state_receiver import ReceivedStates
 
 TENSORS = {"param/x": ("float32", (2,), np.arange(8, dtype=np.uint8))}
 WHOLE = Snapshot(4, TENSORS, b"values", snapshot_digest(4, TENSORS, b"values"))

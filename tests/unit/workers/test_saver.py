@@ -23,9 +23,9 @@ from raytrain_plus.state.stages import REST, whole_tree
 from raytrain_plus.storage import retry
 from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.workers import saver as module
 from raytrain_plus.workers.messages import ShareOf, Written
-from raytrain_plus.workers.saver import Part, Saver
+from raytrain_plus.workers.states import saver as module
+from raytrain_plus.workers.states.saver import Part, Saver
 from tests.unit.state.test_checkpoint import described
 from tests.unit.workers.trained import LateCopies, holding
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.runs.folder import MODEL
-from raytrain_plus.workers.prepared import Prepared
-from raytrain_plus.workers.show import show_model
+from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.preparation.show import show_model
 from tests.unit.training.test_exact_steps import Small, state_of
 from tests.unit.training.test_precision import Classifier, steps_of
 from tests.unit.workers.members import member

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.workers.spot import AZURE_TAG, Answer, Cloud, Request, cloud_of, look
+from raytrain_plus.workers.machine.spot import AZURE_TAG, Answer, Cloud, Request, cloud_of, look
 from tests.unit.workers.clouds import NAME, event, events
 
 NOW = 1505722860.0

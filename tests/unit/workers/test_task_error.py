@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.controller.ending import in_step
-from raytrain_plus.workers.task_error import as_training_error
+from raytrain_plus.workers.preparation.task_error import as_training_error
 
 
 @pytest.mark.parametrize(

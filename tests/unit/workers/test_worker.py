@@ -23,7 +23,7 @@ from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.workers import reporter
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
-from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
 from tests.unit.data.test_source import write
 from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, state_of

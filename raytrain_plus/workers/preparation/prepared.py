@@ -39,14 +39,14 @@ from raytrain_plus.training.weights.step_options import technique_of
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.trial.memory_limits import total_memory
 from raytrain_plus.trial.task_trial import Trial, check_alike, try_task
-from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.data_check import same_data, sights_of
-from raytrain_plus.workers.feeds import Feeds
-from raytrain_plus.workers.gpu import Gpu, gpu_of
+from raytrain_plus.workers.machine.gpu import Gpu, gpu_of
 from raytrain_plus.workers.messages import WHOLE, Layers, Outcome, Plan, PreparedReport
-from raytrain_plus.workers.own_state import OwnState
-from raytrain_plus.workers.saver import Saver
-from raytrain_plus.workers.state_source import StateSource
+from raytrain_plus.workers.preparation.data_check import same_data, sights_of
+from raytrain_plus.workers.preparation.feeds import Feeds
+from raytrain_plus.workers.states.held_state import OwnState
+from raytrain_plus.workers.states.saver import Saver
+from raytrain_plus.workers.states.state_copier import Copier
+from raytrain_plus.workers.states.state_source import StateSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,8 +68,8 @@ class WorkerActor:
     def _become(self, name: str) -> None:
         with self._importing:
             os.environ.update(self._threads)
-            from raytrain_plus.workers.device_fault import Brokenness
-            from raytrain_plus.workers.freed_memory import start_returning
+            from raytrain_plus.workers.machine.device_fault import Brokenness
+            from raytrain_plus.workers.machine.freed_memory import start_returning
             from raytrain_plus.workers.worker import Worker
         start_returning()
         broken = Brokenness()

@@ -29,9 +29,9 @@ from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.workers.copier import Copier
-from raytrain_plus.workers.own_state import OwnState
-from raytrain_plus.workers.received import LOOK_S
+from raytrain_plus.workers.states.held_state import OwnState
+from raytrain_plus.workers.states.state_copier import Copier
+from raytrain_plus.workers.states.state_receiver import LOOK_S
 
 
 class StateSource:

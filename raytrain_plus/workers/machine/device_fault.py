@@ -12,7 +12,7 @@ import torch
 from ray.exceptions import RayError
 
 from raytrain_plus.errors import DeviceBroken, RaytrainError
-from raytrain_plus.workers.gpu import gpu_of
+from raytrain_plus.workers.machine.gpu import gpu_of
 
 GRACE_S = 10.0
 """Seconds in which the controller can hear of a broken device before the process ends itself."""

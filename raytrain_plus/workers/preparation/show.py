@@ -13,8 +13,8 @@ from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.workers.messages import WHOLE
-from raytrain_plus.workers.prepared import Prepared
-from raytrain_plus.workers.task_error import as_training_error
+from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.preparation.task_error import as_training_error
 
 
 def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:

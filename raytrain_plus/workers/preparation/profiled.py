@@ -16,7 +16,7 @@ from raytrain_plus.training.profile.profiling import Profiling, not_profiled
 from raytrain_plus.training.step.build import task_of
 from raytrain_plus.trial.measure import count_operations
 from raytrain_plus.workers.messages import Assignment
-from raytrain_plus.workers.prepared import Prepared
+from raytrain_plus.workers.preparation.prepared import Prepared
 
 
 def profiling_of(

@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from raytrain_plus.ray_compat import drain_this_node
-from raytrain_plus.workers.spot import FIRMWARE, LOOK_S, SERVICE, Answer, Cloud, Request, cloud_of, look
+from raytrain_plus.workers.machine.spot import FIRMWARE, LOOK_S, SERVICE, Answer, Cloud, Request, cloud_of, look
 
 ANSWER_S = 5.0
 """Maximum seconds of each wait for a metadata service."""

@@ -1,0 +1,1 @@
+"""What a worker prepares before it trains: the task, its data, its measurements."""

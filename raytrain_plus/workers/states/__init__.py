@@ -1,0 +1,1 @@
+"""The state that a worker holds, gives, receives, copies and saves."""
