@@ -11,7 +11,7 @@ from examples.lanes import Event
 from raytrain_plus import Result, run
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.job.yaml import load_job
-from raytrain_plus.observe.progress import ProgressView, say, view_for
+from raytrain_plus.observe.views.progress import ProgressView, say, view_for
 
 JOB = Path(__file__).parent.parent / "jobs" / "byte_gpt.yaml"
 

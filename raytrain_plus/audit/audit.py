@@ -31,8 +31,8 @@ from raytrain_plus.job.yaml import read_job
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.document import read_object
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.place import place_of
 
 _DATASET = has.object_of(

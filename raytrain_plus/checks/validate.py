@@ -36,7 +36,7 @@ from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_c
 from raytrain_plus.membership.mesh import rank_counts
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.observe.run_progress import plural
-from raytrain_plus.observe.trackers import check_installed
+from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import many_passes, sharded_lines, share_of, size_table, unused_workers
 from raytrain_plus.storage.address import is_address
@@ -59,7 +59,7 @@ STORAGE_S = 8.0
 ASK = """
 import sys
 from raytrain_plus.errors import InputError
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.open import open_folder
 try:
     open_folder(sys.stdin.read()).read("job.yaml")
 except FileNotFoundError:

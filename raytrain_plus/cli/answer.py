@@ -17,7 +17,7 @@ from raytrain_plus.result import Result
 from raytrain_plus.storage.json_text import json_text
 
 if TYPE_CHECKING:
-    from raytrain_plus.observe.progress import ProgressView
+    from raytrain_plus.observe.views.progress import ProgressView
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object, and nothing else, on stdout."
@@ -40,7 +40,7 @@ def view_of(as_json: bool, quiet: bool) -> ProgressView | None:
     """Return what shows a run to the user; None if JSON is requested."""
     if as_json:
         return None
-    from raytrain_plus.observe.progress import view_for
+    from raytrain_plus.observe.views.progress import view_for
 
     return view_for(sys.stdout, quiet=quiet)
 

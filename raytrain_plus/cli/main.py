@@ -26,11 +26,11 @@ from raytrain_plus.launch.ray_address import is_dashboard
 from raytrain_plus.launch.request import RescaleRequest, StopRequest
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result, saved_text
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.open import open_folder
 
 if TYPE_CHECKING:
     from raytrain_plus.launch.handle import Handle
-    from raytrain_plus.observe.progress import ProgressView
+    from raytrain_plus.observe.views.progress import ProgressView
 
 _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid input, 130 and 143 stopped by a signal."
 

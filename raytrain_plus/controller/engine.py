@@ -36,12 +36,12 @@ from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group import Limits
 from raytrain_plus.membership.hang_detection import Pulses
-from raytrain_plus.observe.trackers import check_installed
+from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.address import split
-from raytrain_plus.storage.claimed import Claimed
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import Probe, leave_probe
 from raytrain_plus.workers.messages import Sent, Written
 

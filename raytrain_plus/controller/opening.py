@@ -9,11 +9,11 @@ from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.run_order import Order
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
-from raytrain_plus.observe.callbacks import Callbacks, CalledTask
-from raytrain_plus.observe.trackers import start_trackers
+from raytrain_plus.observe.trackers.callbacks import Callbacks, CalledTask
+from raytrain_plus.observe.trackers.trackers import start_trackers
 from raytrain_plus.runs.folder import TASK, claim
-from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
-from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 
 

@@ -27,7 +27,7 @@ class Order:
     task_modules: Mapping[str, str]
     """The digests of the task's source, by module: see `job.task_source`."""
     callbacks: tuple[str, ...] = ()
-    """The methods of the task that hear of the run, such as `on_step`; see `observe.callbacks`."""
+    """The methods of the task that hear of the run, such as `on_step`; see `observe.trackers.callbacks`."""
     job_yaml: str
     versions: Mapping[str, str]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -46,7 +46,7 @@ from raytrain_plus.data.values.images import load_pillow
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job
-from raytrain_plus.observe.conversion_view import conversion_view, reading_view
+from raytrain_plus.observe.views.conversion_view import conversion_view, reading_view
 from raytrain_plus.storage.place import Place, place_of, spelled
 
 TEXTS: Sequence[Format] = ("jsonl", "csv")

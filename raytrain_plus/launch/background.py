@@ -23,8 +23,8 @@ import cloudpickle
 from raytrain_plus.controller.run_order import Order
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import RaytrainError, RunError
-from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.views.progress import PlainView
 
 MODULE = "raytrain_plus.launch.background"
 

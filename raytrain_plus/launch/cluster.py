@@ -52,7 +52,7 @@ from raytrain_plus.ray_compat import (
 )
 from raytrain_plus.runs.process import this_process
 from raytrain_plus.storage.address import split
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import leave_probe
 from raytrain_plus.storage.size_text import size_text
 

@@ -16,14 +16,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from raytrain_plus.controller.run_order import Closing, Order
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.cluster import begin
-from raytrain_plus.observe.progress import ProgressView
 from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.views.progress import ProgressView
 from raytrain_plus.ray_compat import show_repeated_prints
 from raytrain_plus.result import Result, state_text
 from raytrain_plus.runs.folder import holder_lives, lease_document
 from raytrain_plus.runs.status import newest_saved, what_is_kept
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.workers.pool import cause_of_death
 
 FOLLOW_S = 0.25

@@ -10,8 +10,8 @@ from pathlib import Path
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.request import Request, RescaleRequest, StopRequest
 from raytrain_plus.launch.request_process import send_apart
-from raytrain_plus.observe.progress import view_for
 from raytrain_plus.observe.run_events import RunEvent, read_events
+from raytrain_plus.observe.views.progress import view_for
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import find_run
 from raytrain_plus.runs.follow import seen, watch

@@ -26,15 +26,15 @@ from raytrain_plus.install.state import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.job.task_source import changed_modules, source_digests
-from raytrain_plus.observe.callbacks import defined_callbacks
-from raytrain_plus.observe.trackers import check_installed, settings_for
+from raytrain_plus.observe.trackers.callbacks import defined_callbacks
+from raytrain_plus.observe.trackers.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import size_table, unused_workers
 from raytrain_plus.release import VERSION
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, TASK, check_writable, earlier_result, run_exists
 from raytrain_plus.runs.history import Past, is_older, load_history
-from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder

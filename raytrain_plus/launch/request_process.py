@@ -16,8 +16,8 @@ from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.launch.bug_report import bug_report
 from raytrain_plus.launch.request import Request
 from raytrain_plus.storage.address import split
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 
 MODULE = "raytrain_plus.launch.request_process"
 REQUEST_S = 60.0

@@ -17,12 +17,12 @@ from raytrain_plus.launch.cluster import connected
 from raytrain_plus.launch.driver import Signals, drive, launch
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.launch.preflight import order_of
-from raytrain_plus.observe.progress import ProgressView, SummaryView, view_for
+from raytrain_plus.observe.views.progress import ProgressView, SummaryView, view_for
 from raytrain_plus.ray_compat import is_submitted, own_lines_apart
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.address import is_address, split
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.open import open_folder
 
 RESUMED = ("args", "steps", "early_stop")
 """Settings that affect results, in which a resumed run may still differ."""

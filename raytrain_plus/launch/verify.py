@@ -23,10 +23,10 @@ from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.runs.history import load_history
-from raytrain_plus.state.checkpoint import read_tensors
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.stored.checkpoint import read_tensors
+from raytrain_plus.state.stored.manifest import Manifest
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 LOOK_S = 0.01
 """Seconds between two reads of a run's events."""

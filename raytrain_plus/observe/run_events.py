@@ -1,7 +1,7 @@
 """Write and read a run's events: one JSON object per line, appended, each of a known kind with known fields.
 
 on a file system    events.ndjson
-elsewhere           events-00000001.ndjson, ...: parts (`storage.growing`), separate ones for each controller
+elsewhere           events-00000001.ndjson, ...: parts (`storage.folders.growing`), separate ones for each controller
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from raytrain_plus.storage import json_shape as has
-from raytrain_plus.storage.appended import Appended
 from raytrain_plus.storage.document import parse_object
-from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.folders.appended import Appended
+from raytrain_plus.storage.folders.growing import Growing
+from raytrain_plus.storage.folders.local import naming
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.json_text import json_text
-from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 
 RunEvent = dict[str, Any]

@@ -27,16 +27,16 @@ from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
 from raytrain_plus.runs.program import exported, taken
-from raytrain_plus.state.checkpoint import Found, read_tensors
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
-from raytrain_plus.state.manifest import Manifest, best_of
 from raytrain_plus.state.slices import joined
+from raytrain_plus.state.stored.checkpoint import Found, read_tensors
+from raytrain_plus.state.stored.manifest import Manifest, best_of
 from raytrain_plus.state.transfer import unpacked
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.model.randomness import random_key, set_random_key

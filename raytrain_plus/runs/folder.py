@@ -26,14 +26,14 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.result import Result
 from raytrain_plus.runs.process import lives, this_process
-from raytrain_plus.state.manifest import FOLDER as CHECKPOINTS
-from raytrain_plus.state.manifest import parse_name
+from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
+from raytrain_plus.state.stored.manifest import parse_name
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import is_address, split, within
-from raytrain_plus.storage.claimed import Claim
 from raytrain_plus.storage.document import parse_object, read_object
+from raytrain_plus.storage.folders.claimed import Claim
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.place import is_utf8
 from raytrain_plus.storage.probe import keeps_others_out
 

@@ -8,10 +8,10 @@ from typing import TextIO
 
 from raytrain_plus.data.of_job import steps_of
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.observe.page import Page
-from raytrain_plus.observe.progress import PLAIN_S, ProgressView
 from raytrain_plus.observe.run_events import RunEvent, Tail, glance
 from raytrain_plus.observe.run_progress import RunProgress, plural
+from raytrain_plus.observe.views.page import Page
+from raytrain_plus.observe.views.progress import PLAIN_S, ProgressView
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import DATASET, LEASE_S, holder_lives, job_of, lease_document
 from raytrain_plus.runs.status import what_is_kept

@@ -11,7 +11,7 @@ from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.runs.folder import DATASET, claims_of
-from raytrain_plus.state.checkpoint import Found, survey
+from raytrain_plus.state.stored.checkpoint import Found, survey
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder

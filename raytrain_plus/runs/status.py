@@ -13,10 +13,10 @@ from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
-from raytrain_plus.state.manifest import Manifest, best_of
+from raytrain_plus.state.stored.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.size_text import size_text
 
 DIED = "unfinished (its controller died"

@@ -20,9 +20,9 @@ from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state import rows
 from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
+from raytrain_plus.state.json_tree import from_json
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
-from raytrain_plus.state.tree import from_json
 
 Array = npt.NDArray[Any]
 Packed = tuple[str, tuple[int, ...], Array]

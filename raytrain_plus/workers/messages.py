@@ -17,9 +17,9 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.units import layer_of_unit, unit_of
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.manifest import Share
 from raytrain_plus.state.stages import REST, own_tree
-from raytrain_plus.storage.claimed import Claim
+from raytrain_plus.state.stored.manifest import Share
+from raytrain_plus.storage.folders.claimed import Claim
 from raytrain_plus.storage.outage import Outage
 from raytrain_plus.storage.probe import Probe
 from raytrain_plus.training.exchange.step_records import Record

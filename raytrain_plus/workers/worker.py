@@ -23,7 +23,7 @@ from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import Entry
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.training.exchange.step_records import Activity
 from raytrain_plus.training.exchange.thread_control import Control

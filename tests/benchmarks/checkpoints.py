@@ -24,12 +24,12 @@ from torch import nn
 from raytrain_plus import Checkpoint, Data, Job, Workers, run
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.state.checkpoint import commit, read_tensors, write_share
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.hostcopy import HostMemory
-from raytrain_plus.state.manifest import Manifest, join_shares, name_of
+from raytrain_plus.state.stored.checkpoint import commit, read_tensors, write_share
+from raytrain_plus.state.stored.manifest import Manifest, join_shares, name_of
 from raytrain_plus.state.transfer import Snapshot, load_snapshot
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 REPOSITORY = Path(__file__).parents[2]
 STEPS = 420

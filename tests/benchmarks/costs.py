@@ -28,7 +28,7 @@ from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Workers
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.benchmarks.loop import credentials_for
 
 REPOSITORY = Path(__file__).parents[2]

@@ -37,7 +37,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_task
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.membership.view import host_shards
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.thread_control import Control

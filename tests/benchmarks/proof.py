@@ -33,7 +33,7 @@ from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.sources.source import Index, index
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.weights.first_bucket import from_digits, to_digits
 from tests.benchmarks.costs import REPOSITORY, job, loop

@@ -22,7 +22,7 @@ from typing import Any
 
 from raytrain_plus import Data, Elastic, Job, Workers, run
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.benchmarks.peers.model import end, path_of_modules
 
 REPOSITORY = Path(__file__).parents[2]

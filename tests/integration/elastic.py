@@ -19,7 +19,7 @@ from raytrain_plus import Data, Elastic, Job, Result, Workers, run
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.address import is_address
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import RUN_THREAD, TASKS, end_runs
 
 Event = dict[str, Any]

@@ -32,7 +32,7 @@ from raytrain_plus.data.reading.reader import PREFETCH_STEPS
 from raytrain_plus.data.values.collate import pad
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
-from raytrain_plus.storage import local
+from raytrain_plus.storage.folders import local
 from raytrain_plus.torch_compat import compiled_graphs
 from raytrain_plus.training.passes import synchronous
 from raytrain_plus.training.passes.stage import ReplicaStage

@@ -39,10 +39,10 @@ from raytrain_plus import (
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.state.checkpoint import survey
+from raytrain_plus.state.stored.checkpoint import survey
 from raytrain_plus.storage.address import within
-from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.local import LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
 from tests.integration import elastic
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job

@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from raytrain_plus import RunError, attach
 from raytrain_plus.launch.cluster import NAMESPACE
 from raytrain_plus.runs.folder import lease_holder
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
 from tests.integration.tasks import write_data

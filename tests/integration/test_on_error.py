@@ -16,7 +16,7 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Evaluate, Job, Workers
 from raytrain_plus.audit.audit import Audit, audit
-from raytrain_plus.observe.summary import summary
+from raytrain_plus.observe.views.summary import summary
 from tests.integration.elastic import Run, job, raylets
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]

@@ -12,7 +12,7 @@ from raytrain_plus import Data, Evaluate, Job, Workers
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.errors import DataError
 from raytrain_plus.launch.runner import resume
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders.open import open_folder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.sources import HELD_OUT, rows

@@ -26,7 +26,7 @@ from raytrain_plus import Data, Job, TaskError, run
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.result import Result
 from raytrain_plus.runs.status import state_of, status
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
 from tests.processes import still_alive

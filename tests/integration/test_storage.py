@@ -22,7 +22,7 @@ from raytrain_plus import Checkpoint, RunError, Workers
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data

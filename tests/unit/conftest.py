@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from raytrain_plus.storage.folders.local import LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.open import open_folder
 from tests.unit.storage.store import at, serving
 
 # A deadline on one example measures the machine: on a busy one, any can take a second.

@@ -22,7 +22,7 @@ from raytrain_plus.launch import control
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder, follow
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 REPOSITORY = Path(__file__).parents[2]
 

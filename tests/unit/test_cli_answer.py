@@ -19,9 +19,9 @@ from raytrain_plus.cli.answer import error_fields
 from raytrain_plus.errors import InputError, JobError, RaytrainError, RunError, TaskError, TrainingError
 from raytrain_plus.install.doctor import Check
 from raytrain_plus.launch.handle import Handle
-from raytrain_plus.observe.progress import PlainView, SummaryView
+from raytrain_plus.observe.views.progress import PlainView, SummaryView
 from raytrain_plus.result import Result
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 RUN, JOB = "run-folder", "job.yaml"
 VERBS = {

@@ -26,7 +26,7 @@ from raytrain_plus.job.yaml import load_job
 from raytrain_plus.launch.ray_address import check_cluster, dashboard_of, named_dashboard
 from raytrain_plus.runs.folder import Fence
 from raytrain_plus.runs.history import Past
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 SECRET = "hunter2"
 FORMS = [

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from raytrain_plus import schedules
-from raytrain_plus.state.tree import from_json, to_json
+from raytrain_plus.state.json_tree import from_json, to_json
 
 Make = Callable[[torch.optim.Optimizer], LRScheduler]
 

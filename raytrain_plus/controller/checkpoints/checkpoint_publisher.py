@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.settings import EarlyStop, KeepBest
-from raytrain_plus.state.checkpoint import commit, discard, find_checkpoint_fault, sweep
-from raytrain_plus.state.manifest import Manifest, kept, manifest_bytes, newness, void
+from raytrain_plus.state.stored.checkpoint import commit, discard, find_checkpoint_fault, sweep
+from raytrain_plus.state.stored.manifest import Manifest, kept, manifest_bytes, newness, void
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.retry import retry
 

@@ -25,9 +25,9 @@ from raytrain_plus.membership.owners import Owners, senders
 from raytrain_plus.membership.pieces import Pieces, union
 from raytrain_plus.membership.view import Member
 from raytrain_plus.runs.history import Past
-from raytrain_plus.state.manifest import Manifest, join_shares, name_of, void
 from raytrain_plus.state.stages import whole_tree
-from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.state.stored.manifest import Manifest, join_shares, name_of, void
+from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 from raytrain_plus.workers.messages import ShareOf, Written
 

@@ -12,8 +12,8 @@ from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
 from raytrain_plus.membership import events as e
 from raytrain_plus.runs.history import Past
-from raytrain_plus.state.checkpoint import MISSING, find_checkpoint_fault
-from raytrain_plus.state.manifest import Manifest
+from raytrain_plus.state.stored.checkpoint import MISSING, find_checkpoint_fault
+from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.storage.interface import Folder
 
 RESTORE_AGAIN_S = 5.0

@@ -30,8 +30,8 @@ from raytrain_plus.membership.mesh import Donor
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.runs.folder import MODEL
-from raytrain_plus.state.checkpoint import chunked
-from raytrain_plus.state.whole import model_file
+from raytrain_plus.state.stored.checkpoint import chunked
+from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.retry import LAST_PAUSES_S, retry

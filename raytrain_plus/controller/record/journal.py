@@ -27,12 +27,12 @@ from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
-from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.gpu_use import GpuUse, GpuUses
-from raytrain_plus.observe.picture import svg, trace
 from raytrain_plus.observe.step_profile import Profiled, StepProfile
-from raytrain_plus.observe.trackers import Relay
+from raytrain_plus.observe.trackers.callbacks import Callbacks
+from raytrain_plus.observe.trackers.trackers import Relay
+from raytrain_plus.observe.views.picture import svg, trace
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PICTURE, PROFILE, TRACE, Fence
 from raytrain_plus.runs.history import Past

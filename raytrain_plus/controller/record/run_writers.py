@@ -12,10 +12,10 @@ from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.credentials import hide_credentials
 from raytrain_plus.data.ledger.ledger_files import Parts
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.callbacks import Callbacks
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.run_events import EventLog
-from raytrain_plus.observe.trackers import Relay, Trackers
+from raytrain_plus.observe.trackers.callbacks import Callbacks
+from raytrain_plus.observe.trackers.trackers import Relay, Trackers
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import StepRecord

@@ -43,7 +43,7 @@ from raytrain_plus.data.values.tokens import (
     whole_tokens,
 )
 from raytrain_plus.errors import DataChanged, DataError, first_line
-from raytrain_plus.observe.conversion_view import conversion_view
+from raytrain_plus.observe.views.conversion_view import conversion_view
 from raytrain_plus.storage.place import spelled
 
 SLICE_BYTES = 2 << 20

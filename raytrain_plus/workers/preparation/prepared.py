@@ -26,8 +26,8 @@ from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.state.holding import NEW_RULES, rules_of
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key

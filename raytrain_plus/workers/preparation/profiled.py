@@ -9,7 +9,7 @@ import torch
 
 from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker, peak_of
 from raytrain_plus.runs.folder import PROFILE
-from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.training.exchange.step_records import Remark
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.profile.profiling import Profiling, not_profiled

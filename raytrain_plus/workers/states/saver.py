@@ -13,13 +13,13 @@ import torch
 
 from raytrain_plus.errors import RaytrainError, StorageError, TrainingError, WaitExpired
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state.checkpoint import Copy, write_share
 from raytrain_plus.state.finite import check_finite, tensor_of
 from raytrain_plus.state.held import HeldRows
 from raytrain_plus.state.holding import Holding, listed_weights
 from raytrain_plus.state.hostcopy import HostMemory
-from raytrain_plus.state.manifest import Share, name_of
-from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.state.stored.checkpoint import Copy, write_share
+from raytrain_plus.state.stored.manifest import Share, name_of
+from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outage, outage_of
 from raytrain_plus.storage.retry import retry

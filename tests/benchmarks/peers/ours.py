@@ -18,9 +18,9 @@ from torch import nn
 from examples.byte_gpt import VOCABULARY, ByteGPT
 from raytrain_plus import Data, Elastic, Job, Parallel, Workers, run
 from raytrain_plus.job.setting_types import Sharded
-from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.observe.views.progress import PlainView
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.trial.measure import TIMES
 from tests.benchmarks.incidents import Incident
 from tests.benchmarks.peers.model import REPOSITORY, SIZES, WORKERS, Log, kill_some, started

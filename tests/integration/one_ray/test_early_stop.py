@@ -14,7 +14,7 @@ from raytrain_plus import Checkpoint, EarlyStop, Evaluate, Job, Parallel, Result
 from raytrain_plus.launch.cluster import controllers_of
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.runs.export import Which, weights_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data

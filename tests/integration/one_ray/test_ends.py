@@ -16,8 +16,8 @@ from raytrain_plus.audit.audit import audit
 from raytrain_plus.runs.export import Which, weights_of
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import status
-from raytrain_plus.state.manifest import best_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.manifest import best_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 

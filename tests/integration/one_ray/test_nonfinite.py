@@ -14,9 +14,9 @@ from raytrain_plus import Checkpoint, Elastic, Workers
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.runs.history import load_history
-from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, write_share
-from raytrain_plus.state.manifest import Manifest, join_shares, name_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import Copy, commit, read_tensors, write_share
+from raytrain_plus.state.stored.manifest import Manifest, join_shares, name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data
 

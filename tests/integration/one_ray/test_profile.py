@@ -10,7 +10,7 @@ import pytest
 
 from raytrain_plus import Job, Parallel, Profile, Workers, run
 from raytrain_plus.observe.step_profile import CONVENTION, PHASES
-from raytrain_plus.observe.summary import summary
+from raytrain_plus.observe.views.summary import summary
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.tasks import write_data

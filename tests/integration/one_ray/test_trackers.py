@@ -14,7 +14,7 @@ from raytrain_plus import Checkpoint, Data, Evaluate, InputError, Job, Workers, 
 from raytrain_plus.launch.cluster import controllers_of
 from raytrain_plus.launch.runner import resume
 from raytrain_plus.observe.run_events import read_events
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run
 from tests.integration.tasks import write_data
@@ -101,7 +101,7 @@ def test_what_is_not_installed_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = job(tmp_path)
-    monkeypatch.setattr("raytrain_plus.observe.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("raytrain_plus.observe.trackers.trackers.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'raytrain-plus\[mlflow\]'"):
         run(wanted, quiet=True, roots=[TASKS])
     assert not (tmp_path / "runs" / "tracked").exists()

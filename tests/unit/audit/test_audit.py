@@ -29,8 +29,8 @@ from raytrain_plus.data.reading.transform_block import Rows
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 from tests.benchmarks.audited import audited
 
 

@@ -29,10 +29,10 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import status
-from raytrain_plus.state.checkpoint import read_tensors, survey, write_share
-from raytrain_plus.state.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest, void
 from raytrain_plus.state.stages import all_but, own_tensors
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import read_tensors, survey, write_share
+from raytrain_plus.state.stored.manifest import FOLDER, Manifest, best_of, name_of, parse_manifest, void
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange.early_stop import verdict
 from raytrain_plus.training.exchange.header import either
 from raytrain_plus.training.exchange.step_records import Activity, StepRecord

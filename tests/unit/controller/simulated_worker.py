@@ -22,13 +22,13 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.checkpoint import Copy
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.held import HeldTensor
 from raytrain_plus.state.named import entry_of
 from raytrain_plus.state.rows import OF_ROWS
-from raytrain_plus.state.shares import share_of
 from raytrain_plus.state.stages import REST, layer_of
+from raytrain_plus.state.stored.checkpoint import Copy
+from raytrain_plus.state.stored.shares import share_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext

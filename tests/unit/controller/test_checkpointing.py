@@ -26,10 +26,10 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import Member
 from raytrain_plus.parallel.sizing import size_table
-from raytrain_plus.state.checkpoint import survey
-from raytrain_plus.state.manifest import FOLDER, name_of
-from raytrain_plus.storage.claimed import Claimed
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import survey
+from raytrain_plus.state.stored.manifest import FOLDER, name_of
+from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation, Written
 from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of

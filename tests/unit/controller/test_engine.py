@@ -35,7 +35,7 @@ from raytrain_plus.membership.sizes import FRUITLESS
 from raytrain_plus.membership.timeouts import EXPORT_S
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.manifest import name_of
+from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
 from raytrain_plus.workers.pool import KILLED
 from tests.unit.controller.fakes import Run, job_of

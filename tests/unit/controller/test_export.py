@@ -18,8 +18,8 @@ from raytrain_plus.errors import Interrupted, RaytrainError, RunError, WorkerLos
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Buffer
-from raytrain_plus.storage.local import LocalFolder
 
 HELD = {
     ("a", Stage(0, 2)): {"param/x": torch.randn(4), "optim/x/step": torch.tensor(2.0)},

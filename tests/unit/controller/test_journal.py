@@ -30,9 +30,9 @@ from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import Fence, Lease, claims_of
 from raytrain_plus.runs.history import Past
-from raytrain_plus.storage.claimed import Claimed
+from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Buffer, Folder
-from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation

@@ -4,8 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytrain_plus.controller.opening import callbacks_of
-from raytrain_plus.storage.claimed import Claimed
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.controller.fakes import job_of, order_of
 
 

@@ -16,10 +16,10 @@ import pytest
 from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published, Publisher
 from raytrain_plus.errors import RunError
 from raytrain_plus.job.settings import KeepBest
-from raytrain_plus.state.checkpoint import survey
-from raytrain_plus.state.manifest import FOLDER, name_of
+from raytrain_plus.state.stored.checkpoint import survey
+from raytrain_plus.state.stored.manifest import FOLDER, name_of
 from raytrain_plus.storage import retry
-from raytrain_plus.storage.local import Disk, LocalFolder
+from raytrain_plus.storage.folders.local import Disk, LocalFolder
 from tests.unit.state.test_checkpoint import described, shares, state
 
 Make = Callable[..., Publisher]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from raytrain_plus.controller.checkpoints.open_checkpoints import Abandoned, Saving
-from raytrain_plus.state.manifest import File, Share
+from raytrain_plus.state.stored.manifest import File, Share
 from raytrain_plus.workers.messages import Written
 
 NAMES = ["a", "b", "c"]

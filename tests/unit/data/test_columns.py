@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.ledger.ledger_files import Parts
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 parts = Parts(LocalFolder(Path(sys.argv[1])))
 parts.add(0, 0, np.ones(4, NOTE).tobytes())
 parts.close()

@@ -15,8 +15,8 @@ from raytrain_plus.data.ledger.ledger import NOTE, step_sum
 from raytrain_plus.data.ledger.ledger_files import SCHEMA, Parts
 from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.errors import RunError
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 
 def notes(step: int, shards: int = 12, rows: int = 5, weights: str = "rows") -> bytes:

@@ -28,8 +28,8 @@ from raytrain_plus.data.sources.source import Index, check_restored, check_uncha
 from raytrain_plus.errors import DataChanged, DataError, InputError, JobError
 from raytrain_plus.launch.machine_check import Needs, check_machine
 from raytrain_plus.storage import retry
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.place import RemotePath, place_of, spelled
 from raytrain_plus.storage.probe import Probe
 from tests.unit.data.convert.test_conversion import ROWS, SOURCES

@@ -34,14 +34,14 @@ from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.run_events import EVENTS, EventLog
-from raytrain_plus.observe.trackers import Relay
+from raytrain_plus.observe.trackers.trackers import Relay
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder, follow
 from raytrain_plus.runs.export import NEWEST, weights_of
 from raytrain_plus.runs.folder import DATASET, JOB, LEASE, Fence, Lease, claim, held_at, job_of
-from raytrain_plus.state.checkpoint import commit
-from raytrain_plus.state.manifest import FOLDER, name_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.manifest import FOLDER, name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.fuzz import jobs
 from tests.unit.fuzz.tasks import Small, prepare
 from tests.unit.fuzz.verdict import Fault, limited, raytrain

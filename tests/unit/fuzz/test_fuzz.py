@@ -308,7 +308,7 @@ def test_a_job_that_became_longer_is_audited_in_no_time(length: str, run: Path) 
 def test_a_dataset_whose_rows_are_nan_has_no_length(run: Path) -> None:
     """The notebook view was a traceback, because of a share of NaN."""
     from raytrain_plus.runs.follow import seen
-    from raytrain_plus.storage.local import LocalFolder
+    from raytrain_plus.storage.folders.local import LocalFolder
 
     put("dataset.json", rows=float("nan"))(run)
     assert "step 8 of 8" in seen(LocalFolder(run)).html()

@@ -14,7 +14,7 @@ from raytrain_plus.launch import handle
 from raytrain_plus.launch.handle import FollowInterrupted, Handle
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 
 @pytest.fixture

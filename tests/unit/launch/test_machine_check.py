@@ -15,7 +15,7 @@ from raytrain_plus import Data, InputError, Job
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.launch import machine_check
 from raytrain_plus.launch.machine_check import Needs, Seen, check_machine, check_seen, needs_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.probe import Probe, leave_probe
 from tests.unit.data.test_source import write
 

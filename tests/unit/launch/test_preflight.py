@@ -16,7 +16,7 @@ from raytrain_plus.errors import DataError, InputError
 from raytrain_plus.launch.preflight import _check_data, check_schedule, schedule_end
 from raytrain_plus.result import Result
 from raytrain_plus.schedules import warmup_cosine
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.data.test_tokens import job, save
 
 

@@ -13,7 +13,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.launch import request_process
 from raytrain_plus.launch.request import StopRequest
 from raytrain_plus.launch.request_process import send_apart
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 
 @pytest.fixture

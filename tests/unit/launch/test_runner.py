@@ -24,9 +24,9 @@ from raytrain_plus.launch.preflight import check_resumable
 from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import load_history
-from raytrain_plus.state.checkpoint import commit
-from raytrain_plus.state.manifest import name_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.manifest import name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described
 

@@ -20,9 +20,9 @@ from raytrain_plus.launch import verify as module
 from raytrain_plus.launch.verify import CULPRITS, Comparison, Trial, verify
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
-from raytrain_plus.state.checkpoint import commit
-from raytrain_plus.state.manifest import name_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.manifest import name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.state.test_checkpoint import described, shares
 
 JOB = Job(name="job", task="a:B", data=Data(path="data", batch_size=12, shards=12), steps=10, reduction="exact")

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from raytrain_plus import Task
-from raytrain_plus.observe import callbacks as module
-from raytrain_plus.observe.callbacks import FILE, Callbacks, CalledTask, defined_callbacks
-from raytrain_plus.observe.calling import call, raised, step_values
 from raytrain_plus.observe.run_events import EventLog, Tail
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.observe.trackers import callbacks as module
+from raytrain_plus.observe.trackers.callbacks import FILE, Callbacks, CalledTask, defined_callbacks
+from raytrain_plus.observe.trackers.calling import call, raised, step_values
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.task import RunFacts
 from tests.unit.observe.feed import evaluated, event, step
 

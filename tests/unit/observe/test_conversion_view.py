@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from raytrain_plus.observe import conversion_view as module
-from raytrain_plus.observe.conversion_view import conversion_view
+from raytrain_plus.observe.views import conversion_view as module
+from raytrain_plus.observe.views.conversion_view import conversion_view
 
 
 def test_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from raytrain_plus.observe.event_metrics import EventMetrics
+from raytrain_plus.observe.trackers.event_metrics import EventMetrics
 from tests.unit.observe.feed import Event, evaluated, event, step, view
 
 

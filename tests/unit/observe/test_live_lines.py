@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe import live_lines as module
-from raytrain_plus.observe.live_lines import live_lines
 from raytrain_plus.observe.run_progress import RunProgress
+from raytrain_plus.observe.views import live_lines as module
+from raytrain_plus.observe.views.live_lines import live_lines
 from tests.unit.observe.feed import evaluated, event, step, view
 
 Event = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.observe.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
 
 SETTINGS = {"name": "digits", "args": {"rate?": 0.5, "deep": {"er": None}}, "trackers": ["mlflow"], "task": "a:B"}
 
@@ -17,7 +17,7 @@ def module() -> Any:
     with warnings.catch_warnings():
         # MLflow warns about other packages.
         warnings.simplefilter("ignore")
-        from raytrain_plus.observe import mlflow
+        from raytrain_plus.observe.trackers import mlflow
     return mlflow
 
 

@@ -6,7 +6,7 @@ import itertools
 import json
 from xml.etree import ElementTree
 
-from raytrain_plus.observe.picture import svg, trace
+from raytrain_plus.observe.views.picture import svg, trace
 from raytrain_plus.parallel.pipeline.timeline import Bar, Cost, one_forward_one_backward, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from raytrain_plus.observe.page import LINES
-from raytrain_plus.observe.progress import (
+from raytrain_plus.observe.views.page import LINES
+from raytrain_plus.observe.views.progress import (
     LIVE_S,
     PLAIN_S,
     NotebookView,
@@ -84,7 +84,7 @@ def test_the_plain_view_prints_incidents_at_once_and_ends_with_the_summary() -> 
 def test_a_reader_that_leaves_ends_neither_the_run_nor_the_process() -> None:
     program = (
         "import sys\n"
-        "from raytrain_plus.observe.progress import PlainView\n"
+        "from raytrain_plus.observe.views.progress import PlainView\n"
         "plain = PlainView(sys.stdout)\n"
         "sys.stdin.read()\n"
         "plain.start('gpt', 9)\n"

@@ -11,9 +11,9 @@ import pytest
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
-from raytrain_plus.storage import growing
+from raytrain_plus.storage.folders import growing
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 WHOLE = b'{"time": 1.0, "generation": 0, "kind": "of a later version"}\n'
 FINISHED: dict[str, Any] = {"status": "finished", "error": None, "steps": 2, "samples": 4, "state_sha256": "ab"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus.observe.run_progress import RunProgress
-from raytrain_plus.observe.summary import summary
+from raytrain_plus.observe.views.summary import summary
 from raytrain_plus.result import Result
 from tests.unit.observe.feed import event, view
 

@@ -13,12 +13,12 @@ from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
 from tensorboardX.proto.event_pb2 import SessionLog
 
-from raytrain_plus.observe import tensorboard as module
-from raytrain_plus.observe.event_metrics import MetricValue
-from raytrain_plus.observe.tensorboard import FLUSH_S, Scalars
-from raytrain_plus.storage import growing
+from raytrain_plus.observe.trackers import tensorboard as module
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.tensorboard import FLUSH_S, Scalars
+from raytrain_plus.storage.folders import growing
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 
 def payloads(data: bytes) -> list[Any]:
@@ -140,9 +140,9 @@ def test_a_run_without_metrics_leaves_no_file(tmp_path: Path) -> None:
 def test_watching_a_run_loads_no_torch(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib\n"
-        "import raytrain_plus.observe.progress, raytrain_plus.observe.run_events\n"
-        "from raytrain_plus.observe.trackers import Trackers, check_installed\n"
-        "from raytrain_plus.storage.local import LocalFolder\n"
+        "import raytrain_plus.observe.views.progress, raytrain_plus.observe.run_events\n"
+        "from raytrain_plus.observe.trackers.trackers import Trackers, check_installed\n"
+        "from raytrain_plus.storage.folders.local import LocalFolder\n"
         "check_installed(['mlflow'])\n"
         "trackers = Trackers(LocalFolder(pathlib.Path(sys.argv[1])))\n"
         "trackers.add({'kind': 'evaluated', 'time': 1.0, 'step': 0, 'metrics': {'loss': 1.0}})\n"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe import trackers as module
-from raytrain_plus.observe.event_metrics import MetricValue
-from raytrain_plus.observe.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.observe.trackers import trackers as module
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
+from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.observe.feed import event, step
 from tests.unit.observe.test_tensorboard import shown
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.observe import tracking as module
-from raytrain_plus.observe.event_metrics import MetricValue
-from raytrain_plus.observe.tracking import Queue, deliver, in_short, read
+from raytrain_plus.observe.trackers import tracking as module
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.tracking import Queue, deliver, in_short, read
 
 
 def losses(*steps: int) -> list[MetricValue]:
@@ -115,7 +115,7 @@ def test_a_hanging_library_is_abandoned_in_time(tmp_path: Path) -> None:
     search = os.pathsep.join([str(tmp_path), *sys.path])
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", "from raytrain_plus.observe.tracking import main; main(end_s=0.5)", "wandb"],
+        [sys.executable, "-c", "from raytrain_plus.observe.trackers.tracking import main; main(end_s=0.5)", "wandb"],
         input='{"run": null, "title": "x", "settings": {}}\n[["train/loss", 1.0, 0, 0.0]]\n',
         env={**os.environ, "PYTHONPATH": search},
         capture_output=True,

@@ -16,11 +16,11 @@ from raytrain_plus import Data, Job
 from raytrain_plus.errors import CheckpointError, InputError
 from raytrain_plus.runs.export import NEWEST, export_program, export_to, export_weights, load, rounded
 from raytrain_plus.runs.status import status
-from raytrain_plus.state.checkpoint import commit
-from raytrain_plus.state.manifest import name_of
+from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.address import within
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.training.model.model import other_names
 from tests.unit.data.test_source import write
 from tests.unit.state.test_checkpoint import described, shares

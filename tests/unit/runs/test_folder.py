@@ -37,8 +37,8 @@ from raytrain_plus.runs.folder import (
 )
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.runs.process import this_process
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 JOB = Job(name="run", task="a:B", data=Data(path="d", batch_size=8), steps=3)
 
@@ -307,7 +307,8 @@ def test_a_lease_that_is_not_renewed_expires(run: Folder) -> None:
 def left_by_the_dead(run: Folder) -> None:
     """A lease of a process on this machine that has just been killed."""
     renew = (
-        "import sys; from raytrain_plus.runs.folder import Lease; from raytrain_plus.storage.open import open_folder; "
+        "import sys; from raytrain_plus.runs.folder import Lease; "
+        "from raytrain_plus.storage.folders.open import open_folder; "
         "import os, signal; Lease(open_folder(sys.argv[1]), 'here:1').renew(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     assert subprocess.run([sys.executable, "-c", renew, run.address]).returncode == -signal.SIGKILL

@@ -12,13 +12,13 @@ import pytest
 
 from raytrain_plus import Data, Job
 from raytrain_plus.errors import RunError
-from raytrain_plus.observe.progress import PlainView
 from raytrain_plus.observe.run_events import EventLog, RunEvent
+from raytrain_plus.observe.views.progress import PlainView
 from raytrain_plus.result import Result
 from raytrain_plus.runs import follow
 from raytrain_plus.runs.folder import Lease
 from raytrain_plus.runs.follow import print_events, watch
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 
 MEMBERS = [{"worker": "worker-0", "pid": 7, "node": "n", "replica": 0, "stage": 0, "params": 3, "shards": [0, 1]}]
 

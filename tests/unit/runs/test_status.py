@@ -16,11 +16,11 @@ from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence, Lease
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import listed, status, what_is_kept
-from raytrain_plus.state.checkpoint import commit
-from raytrain_plus.state.manifest import name_of
+from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.manifest import name_of
+from raytrain_plus.storage.folders.local import Disk, LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import Disk, LocalFolder
-from raytrain_plus.storage.open import open_folder
 from tests.unit.runs.test_history import committed, resumed, tell
 from tests.unit.state.test_checkpoint import described, shares, state
 from tests.unit.storage.disk import Linkless
@@ -169,7 +169,7 @@ def test_damaged_files_are_input_errors(tmp_path: Path) -> None:
 
 def test_a_storage_without_exclusive_creation_is_named(bucket: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "boto3", None)
-    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
+    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.folders.s3", raising=False)
     run = open_folder(bucket.inside("bare").address)
     found = status(run)
     assert found.run == "bare"

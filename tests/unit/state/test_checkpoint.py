@@ -15,12 +15,12 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.errors import CheckpointError, DamagedError
-from raytrain_plus.state import manifest as m
-from raytrain_plus.state.checkpoint import Copy, commit, read_tensors, survey, sweep, write_share
-from raytrain_plus.state.shares import share_of
+from raytrain_plus.state.stored import manifest as m
+from raytrain_plus.state.stored.checkpoint import Copy, commit, read_tensors, survey, sweep, write_share
+from raytrain_plus.state.stored.shares import share_of
 from raytrain_plus.state.transfer import unpacked
+from raytrain_plus.storage.folders.local import Disk, LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import Disk, LocalFolder
 from tests.unit.storage.disk import Full, after_every_stop
 
 Tensors = dict[str, torch.Tensor]
@@ -107,7 +107,7 @@ def same(left: Tensors, right: Tensors) -> bool:
 def test_a_checkpoint_of_any_number_of_writers_is_read_back(
     tmp_path: Path, writers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytrain_plus.state.shares.LEAST_BYTES", 50)
+    monkeypatch.setattr("raytrain_plus.state.stored.shares.LEAST_BYTES", 50)
     run = LocalFolder(tmp_path)
     save(run, 7, writers=writers)
     step, read = load(run)
@@ -116,7 +116,7 @@ def test_a_checkpoint_of_any_number_of_writers_is_read_back(
 
 
 def test_rows_of_a_tensor_are_read_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytrain_plus.state.shares.LEAST_BYTES", 50)
+    monkeypatch.setattr("raytrain_plus.state.stored.shares.LEAST_BYTES", 50)
     run = LocalFolder(tmp_path)
     made = save(run, 1, writers=2)
     tensor = made.tensors["param/first.weight"]

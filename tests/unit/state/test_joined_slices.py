@@ -11,7 +11,7 @@ import safetensors.numpy
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.entry import Cut, Entry
 from raytrain_plus.state.slices import module_of
-from raytrain_plus.state.whole import model_file
+from raytrain_plus.state.stored.digest import model_file
 
 CUTS: dict[str, Cut] = {"block.qkv": ("column", 3), "block.mix": ("row", 1), "embed": ("vocabulary", 1)}
 WHOLE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.state.manifest import StoredTensor, mismatch
+from raytrain_plus.state.stored.manifest import StoredTensor, mismatch
 
 STORED = {
     "param/first.weight": StoredTensor("float32", (4, 3), ()),

@@ -11,8 +11,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.state import shares as module
-from raytrain_plus.state.shares import share_of
+from raytrain_plus.state.stored import shares as module
+from raytrain_plus.state.stored.shares import share_of
 
 NAMES = st.text("abcdef./", min_size=1, max_size=6)
 SHAPES = st.lists(st.integers(0, 70), max_size=3).map(tuple)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.tree import from_json, to_json
+from raytrain_plus.state.json_tree import from_json, to_json
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -14,10 +14,10 @@ import torch
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state import whole
 from raytrain_plus.state.entry import Entry
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
-from raytrain_plus.state.whole import model_file
+from raytrain_plus.state.stored import digest
+from raytrain_plus.state.stored.digest import model_file
 
 State = dict[str, torch.Tensor]
 
@@ -42,7 +42,7 @@ WHOLE = STAGES[0] | STAGES[1]
 
 
 def test_the_examples_hold() -> None:
-    assert doctest.testmod(whole).failed == 0
+    assert doctest.testmod(digest).failed == 0
 
 
 def rows(value: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -80,7 +80,7 @@ def written(
     "stages", [[WHOLE], STAGES, STAGES[::-1], [WHOLE, *STAGES]], ids=["one", "two", "reversed", "overlapping"]
 )
 def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "BATCH", most)
+    monkeypatch.setattr(digest, "BATCH", most)
     file, sha = written(stages)
     assert sha == state_sha256(WHOLE)
     model = safetensors.torch.load(file)
@@ -94,7 +94,7 @@ def test_file_and_hash_are_those_of_the_whole(stages: list[State], most: int, mo
 def test_a_tensor_is_in_the_file_under_each_of_its_names(
     stages: list[State], most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole, "BATCH", most)
+    monkeypatch.setattr(digest, "BATCH", most)
     also = {"param/0.weight": ("1.copy", "2.copy"), "param/half": ("1.half",), "buffer/0.count": ("1.count",)}
     file, sha = written(stages, entry=lambda name, value: replace(entry_of(name, value), also=also.get(name, ())))
     assert sha == state_sha256(WHOLE)
@@ -112,7 +112,7 @@ def test_a_tensor_of_another_size_than_listed_is_refused() -> None:
 
 @pytest.mark.parametrize("most", [1, 30, 1 << 20])
 def test_rows_of_several_holders_make_the_same_file(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "BATCH", most)
+    monkeypatch.setattr(digest, "BATCH", most)
     holders = 0
 
     def entry(name: str, value: torch.Tensor) -> Entry:

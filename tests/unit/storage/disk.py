@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.storage.local import Disk
+from raytrain_plus.storage.folders.local import Disk
 
 
 class Stopped(BaseException):

@@ -10,9 +10,9 @@ import pytest
 
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.runs.folder import Fence
-from raytrain_plus.storage.claimed import Claim, Claimed
+from raytrain_plus.storage.folders.claimed import Claim, Claimed
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 
 def held(run: Folder) -> Claimed:

@@ -11,10 +11,10 @@ from pyarrow import fs
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.storage.address import within
+from raytrain_plus.storage.folders.local import LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.folders.remote import RemoteFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.open import open_folder
-from raytrain_plus.storage.remote import RemoteFolder
 
 
 @pytest.fixture(params=["local", "s3", "mounted"])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.storage import growing as module
-from raytrain_plus.storage.growing import Growing
+from raytrain_plus.storage.folders import growing as module
+from raytrain_plus.storage.folders.growing import Growing
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Buffer, Folder
-from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import InputError, StorageError
-from raytrain_plus.storage import local
-from raytrain_plus.storage.local import Disk, LocalFolder
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.storage.folders import local
+from raytrain_plus.storage.folders.local import Disk, LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
 from tests.unit.storage.disk import Full, Linkless, after_every_stop
 
 

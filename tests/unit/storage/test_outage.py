@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from raytrain_plus.storage import outage as module
-from raytrain_plus.storage.appended import Appended
+from raytrain_plus.storage.folders.appended import Appended
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.storage.outage import SETTLE_S, Outage, Outages, mount_of, outage_of
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.probe import find_probe_fault, leave_probe, refusal
 
 

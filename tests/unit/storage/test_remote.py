@@ -15,19 +15,19 @@ from pyarrow import fs
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.runs.folder import Fence, single_writer
-from raytrain_plus.state.checkpoint import sweep
-from raytrain_plus.state.manifest import FOLDER
-from raytrain_plus.storage import remote
+from raytrain_plus.state.stored.checkpoint import sweep
+from raytrain_plus.state.stored.manifest import FOLDER
+from raytrain_plus.storage.folders import remote
+from raytrain_plus.storage.folders.local import LocalFolder
+from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.folders.remote import RemoteFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
-from raytrain_plus.storage.open import open_folder
 from raytrain_plus.storage.probe import keeps_others_out
-from raytrain_plus.storage.remote import RemoteFolder
 from tests.unit.state.test_checkpoint import load, same, save, state
 from tests.unit.storage.store import Proxy, at, relaying, serving
 
 boto3 = pytest.importorskip("boto3")
-s3 = pytest.importorskip("raytrain_plus.storage.s3")
+s3 = pytest.importorskip("raytrain_plus.storage.folders.s3")
 
 BUCKET = "runs"
 MEGABYTE = 1 << 20
@@ -76,7 +76,7 @@ def folder(root: Folder, proxy: Proxy, tmp_path: Path) -> Folder:
 def bare(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     """The same without boto3."""
     monkeypatch.setitem(sys.modules, "boto3", None)
-    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.s3", raising=False)
+    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.folders.s3", raising=False)
     return open_folder(address(proxy, tmp_path.name))
 
 

@@ -14,7 +14,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.named import bytes_of, entry_of
-from raytrain_plus.state.whole import model_file
+from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.workers.states.state_source import _hashed_tensors, sha256_of

@@ -21,7 +21,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange.thread_control import Place
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf

@@ -10,8 +10,8 @@ import pytest
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state.holding import describe_state
-from raytrain_plus.state.manifest import Manifest, name_of
-from raytrain_plus.storage.local import LocalFolder
+from raytrain_plus.state.stored.manifest import Manifest, name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.restored import restore
 from tests.unit.state.test_checkpoint import described, shares

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from raytrain_plus.errors import Interrupted, TrainingError
-from raytrain_plus.state.checkpoint import read_tensors
 from raytrain_plus.state.holding import Holding, describe_state
-from raytrain_plus.state.manifest import join_shares, name_of
 from raytrain_plus.state.named import bytes_of
 from raytrain_plus.state.stages import REST, whole_tree
+from raytrain_plus.state.stored.checkpoint import read_tensors
+from raytrain_plus.state.stored.manifest import join_shares, name_of
 from raytrain_plus.storage import retry
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Buffer
-from raytrain_plus.storage.local import LocalFolder
 from raytrain_plus.workers.messages import ShareOf, Written
 from raytrain_plus.workers.states import saver as module
 from raytrain_plus.workers.states.saver import Part, Saver

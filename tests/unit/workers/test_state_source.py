@@ -13,8 +13,8 @@ from torch import nn
 from raytrain_plus.errors import Interrupted, RunError, TrainingError
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.stages import REST, layer_of
+from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.state.transfer import snapshot_digest
-from raytrain_plus.state.whole import model_file
 from raytrain_plus.workers.messages import WHOLE, Sent
 from raytrain_plus.workers.preparation.prepared import Prepared
 from tests.unit.training.test_exact_steps import Small, state_of

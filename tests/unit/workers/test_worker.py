@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
-from raytrain_plus.state.whole import model_file
+from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.step.build import whole_steps

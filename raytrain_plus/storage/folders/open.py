@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from raytrain_plus.storage.address import refuse_credentials
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import LocalFolder
 
 
 def open_folder(where: str | Path) -> Folder:
@@ -19,6 +19,6 @@ def open_folder(where: str | Path) -> Folder:
     if "://" not in text:
         return LocalFolder(Path(text).absolute())
     # The libraries of remote storage load slowly, and most runs do not need them.
-    from raytrain_plus.storage.remote import open_remote
+    from raytrain_plus.storage.folders.remote import open_remote
 
     return open_remote(text)

@@ -22,11 +22,11 @@ from pyarrow import fs
 
 from raytrain_plus.errors import InputError, StorageError
 from raytrain_plus.storage.address import check_name, within
+from raytrain_plus.storage.folders.local import PART, LocalFolder
 from raytrain_plus.storage.interface import Buffer, Folder, Stat
-from raytrain_plus.storage.local import PART, LocalFolder
 
 if TYPE_CHECKING:
-    from raytrain_plus.storage.s3 import Objects
+    from raytrain_plus.storage.folders.s3 import Objects
 
 OBJECT_STORES = ("s3", "gcs", "abfs")
 """Storage on which a folder is a prefix of names, which cannot be renamed."""
@@ -86,7 +86,7 @@ def _no_address(shown: str, why: str) -> InputError:
 def _objects(settings: Mapping[str, Any], region: str) -> Objects | None:
     """Return the S3 operations that pyarrow lacks, or None if boto3 is not installed."""
     try:
-        from raytrain_plus.storage.s3 import Objects
+        from raytrain_plus.storage.folders.s3 import Objects
     except ModuleNotFoundError:
         return None
     return Objects(settings, region)

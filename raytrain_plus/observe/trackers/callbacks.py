@@ -25,8 +25,8 @@ from typing import Any
 import cloudpickle
 
 from raytrain_plus.errors import FolderGone, InputError
-from raytrain_plus.observe.side_process import SideProcess, environment_with
-from raytrain_plus.observe.trackers import FOLDER
+from raytrain_plus.observe.trackers.side_process import SideProcess, environment_with
+from raytrain_plus.observe.trackers.trackers import FOLDER
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
@@ -34,7 +34,7 @@ from raytrain_plus.task import RunFacts, Task
 
 log = logging.getLogger(__name__)
 
-MODULE = "raytrain_plus.observe.calling"
+MODULE = "raytrain_plus.observe.trackers.calling"
 FILE = f"{FOLDER}/callbacks.json"
 CALLS = ("on_step", "on_evaluate", "on_checkpoint")
 STORE_S = 2.0

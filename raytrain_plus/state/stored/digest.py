@@ -13,7 +13,7 @@ from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
 from raytrain_plus.state.entry import Entry, to_export
 from raytrain_plus.state.slices import Joining
-from raytrain_plus.state.tensorfile import header
+from raytrain_plus.state.stored.tensorfile import header
 
 BATCH = 64 << 20
 """Maximum bytes requested at once; a larger tensor is requested alone."""

@@ -16,11 +16,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from raytrain_plus.observe.live_lines import EMPTY, live_lines
-from raytrain_plus.observe.page import Page
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import RunProgress, plural
-from raytrain_plus.observe.summary import summary
+from raytrain_plus.observe.views.live_lines import EMPTY, live_lines
+from raytrain_plus.observe.views.page import Page
+from raytrain_plus.observe.views.summary import summary
 from raytrain_plus.result import Result
 
 PLAIN_S = 5.0

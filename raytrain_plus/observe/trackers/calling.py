@@ -1,4 +1,4 @@
-"""The process that calls a task's methods which hear of a run: see `observe.callbacks`.
+"""The process that calls a task's methods which hear of a run: see `observe.trackers.callbacks`.
 
 The first line of its input is {called, place}: the task, and where to begin in the run's log. {end} follows when the
 log is complete: the process then calls the rest and exits. If the input ends before that, the controller is dead, and
@@ -22,9 +22,9 @@ import cloudpickle
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.task_loader import build_task, fault_of, load_task, users_frames
-from raytrain_plus.observe.callbacks import CalledTask
 from raytrain_plus.observe.run_events import RunEvent, Tail
-from raytrain_plus.storage.open import open_folder
+from raytrain_plus.observe.trackers.callbacks import CalledTask
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.task import Task
 
 PERIOD_S = 0.25

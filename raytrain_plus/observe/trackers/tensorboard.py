@@ -8,8 +8,8 @@ This module writes the format itself instead of using tensorboardX, which loads 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
 2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: metric}} or 7: session {1: status}}.
 
-On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.growing`), each of which is
-such a file.
+On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.folders.growing`), each of
+which is such a file.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from raytrain_plus.observe.event_metrics import MetricValue
-from raytrain_plus.storage.appended import Appended
-from raytrain_plus.storage.growing import Growing
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
+from raytrain_plus.storage.folders.appended import Appended
+from raytrain_plus.storage.folders.growing import Growing
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import wandb
 
-from raytrain_plus.observe.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
 
 STEP = "trainer/step"
 """The metric used as step: W&B's own step must rise, but ours does not in a resumed run or for late metrics."""

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 
-from raytrain_plus.observe.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
 
 MOST_METRICS = 1000
 MOST_PARAMS = 100

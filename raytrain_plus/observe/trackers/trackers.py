@@ -23,17 +23,17 @@ from typing import Any, Protocol
 import yaml
 
 from raytrain_plus.errors import FolderGone, InputError
-from raytrain_plus.observe.event_metrics import EventMetrics, MetricValue, evaluation_metrics
 from raytrain_plus.observe.run_events import RunEvent
-from raytrain_plus.observe.side_process import SideProcess, environment_with
-from raytrain_plus.observe.tensorboard import Scalars
+from raytrain_plus.observe.trackers.event_metrics import EventMetrics, MetricValue, evaluation_metrics
+from raytrain_plus.observe.trackers.side_process import SideProcess, environment_with
+from raytrain_plus.observe.trackers.tensorboard import Scalars
 from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 
 log = logging.getLogger(__name__)
 
-MODULE = "raytrain_plus.observe.tracking"
+MODULE = "raytrain_plus.observe.trackers.tracking"
 FOLDER = "trackers"
 """The folder in a run's folder that holds, for each tracker, a file with the id of the tracker's run."""
 LOAD_S = 20.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from html import escape
 
-from raytrain_plus.observe.chart import Chart
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import RunProgress, plural
-from raytrain_plus.observe.summary import summary
+from raytrain_plus.observe.views.chart import Chart
+from raytrain_plus.observe.views.summary import summary
 from raytrain_plus.result import Result
 
 LINES = 40

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 from raytrain_plus.credentials import without_credentials
-from raytrain_plus.observe.event_metrics import MetricValue
-from raytrain_plus.observe.trackers import END_S, LOAD_S, Tracker
+from raytrain_plus.observe.trackers.event_metrics import MetricValue
+from raytrain_plus.observe.trackers.trackers import END_S, LOAD_S, Tracker
 
 PERIOD_S = 1.0
 """Seconds for which metrics are collected before they are delivered."""

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
+from raytrain_plus.storage.folders.local import naming
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.local import naming
 from raytrain_plus.storage.outage import Outages
 
 AGAIN_S = 0.2

@@ -2,7 +2,7 @@
 
 Each writer writes a share; the manifest makes the shares a checkpoint. The order keeps checkpoints atomic: every share
 is durable before the manifest is created, and old checkpoints are removed only after that. Every byte read is verified.
-`state.manifest` describes the layout.
+`state.stored.manifest` describes the layout.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state import manifest as m
-from raytrain_plus.state.tensorfile import header
+from raytrain_plus.state.stored import manifest as m
+from raytrain_plus.state.stored.tensorfile import header
 from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
 Array = npt.NDArray[Any]

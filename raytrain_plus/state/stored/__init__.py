@@ -1,0 +1,1 @@
+"""A state in files: checkpoints and their manifests, who writes which share, hashes of whole states."""
