@@ -30,7 +30,7 @@ from raytrain_plus.data.paths.page_checksum import HOW, LOOKED_AT, without_check
 from raytrain_plus.data.prepare import check_preparable
 from raytrain_plus.data.sources.source import alike, check_enough
 from raytrain_plus.errors import InputError
-from raytrain_plus.install.state import choose_collective
+from raytrain_plus.install.horovod_usable import choose_collective
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, build_task, load_user_code, prints_hidden, run_facts
 from raytrain_plus.membership.mesh import rank_counts

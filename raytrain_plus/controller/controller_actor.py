@@ -20,7 +20,7 @@ from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.controller.run_order import Closing, Driver, Order
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.runs.process import lives
 from raytrain_plus.training.exchange.step_records import Record
 from raytrain_plus.workers.imports import imports_of

@@ -34,7 +34,7 @@ from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run_order import Closing, Order
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable

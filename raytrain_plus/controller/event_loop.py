@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from raytrain_plus.errors import DeviceBroken, RaytrainError, WorkerLost
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Group
+from raytrain_plus.membership.group_state import Group
 from raytrain_plus.workers.pool import answer
 
 TICK_S = 0.05

@@ -16,8 +16,8 @@ from raytrain_plus.controller.group.model_hand_over import ModelHandOver
 from raytrain_plus.controller.group.monitor import Monitor
 from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Limits, Phase
+from raytrain_plus.membership import state_machine
+from raytrain_plus.membership.group_state import Limits, Phase
 
 
 class Executor:
@@ -25,7 +25,7 @@ class Executor:
 
     def __init__(self, limits: Limits, durable: int) -> None:
         """Begin the group; `durable`: the step of the newest checkpoint, -1 if there is none."""
-        self.group, self._first = machine.begin(limits, durable)
+        self.group, self._first = state_machine.begin(limits, durable)
         self.handlers: Mapping[type[Any], Callable[[Any], None]] = {}
 
     def connect(
@@ -67,7 +67,7 @@ class Executor:
     def feed(self, event: e.Event) -> None:
         """Give the machine an event, and carry out its commands."""
         before = self.group
-        self.group, commands = machine.step(before, event)
+        self.group, commands = state_machine.step(before, event)
         if before.phase is Phase.JOIN and self.group.phase in (Phase.TRAIN, Phase.PAUSE):
             self._formation.formed()
         for command in commands:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Rescale
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.parallel.sizing import size_table, unused_workers
 
 

@@ -15,8 +15,8 @@ from raytrain_plus.install.check import Check
 from raytrain_plus.install.gpu_probe import probe_nvml, probe_torch
 from raytrain_plus.install.gpus import gpu_checks
 from raytrain_plus.install.horovod import missing_tools
+from raytrain_plus.install.horovod_usable import probe
 from raytrain_plus.install.ray_folder import LONGEST, SHORT, ray_folder
-from raytrain_plus.install.state import probe
 
 _NEEDED = {"ray": (2, 55), "torch": (2, 10), "pyarrow": (17, 0), "numpy": (1, 26)}
 

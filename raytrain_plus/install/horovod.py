@@ -24,8 +24,8 @@ from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.install.build_log import error_lines
 from raytrain_plus.install.edit import apply_all, digest
 from raytrain_plus.install.fixes import EDITS, HOROVOD_VERSION, WITHOUT_CUDA
+from raytrain_plus.install.horovod_usable import fixed_version
 from raytrain_plus.install.prove import prove
-from raytrain_plus.install.state import fixed_version
 
 BUILD_S = 3600.0
 """Maximum seconds for the build."""

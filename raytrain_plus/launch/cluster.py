@@ -28,7 +28,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.machine_check import check_machine, check_seen, needs_of
 from raytrain_plus.launch.ray_address import authentication_failed, check_cluster, is_join
 from raytrain_plus.launch.reaper import reaper
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.sizes import SizeTable, room_for
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.ray_compat import (

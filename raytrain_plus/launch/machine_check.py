@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
-from raytrain_plus.install.state import horovod_state
+from raytrain_plus.install.horovod_usable import horovod_state
 from raytrain_plus.storage.place import RemotePath, place_of, spelled
 from raytrain_plus.storage.probe import Probe, find_probe_fault, refusal
 

@@ -22,7 +22,7 @@ from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.source import Index, check_enough, check_restored, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
-from raytrain_plus.install.state import choose_collective, passed_over
+from raytrain_plus.install.horovod_usable import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.job.task_source import changed_modules, source_digests

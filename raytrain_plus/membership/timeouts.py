@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytrain_plus.membership.group import Group, Phase, free, preparing
+from raytrain_plus.membership.group_state import Group, Phase, free, preparing
 
 START_S = 25.0
 """Seconds after which a process that has not come up as a worker is replaced by another, twice as many each time.

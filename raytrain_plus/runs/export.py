@@ -22,7 +22,7 @@ from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_user_code
-from raytrain_plus.membership.units import whole_weight
+from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history

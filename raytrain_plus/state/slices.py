@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.membership.units import number_of_unit, whole_weight
+from raytrain_plus.membership.slice_names import number_of_unit, whole_weight
 from raytrain_plus.state.entry import Cut, Entry
 from raytrain_plus.state.rows import Packed
 

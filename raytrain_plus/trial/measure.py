@@ -14,7 +14,7 @@ from torch import nn
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.units import is_slice, layer_of_unit
+from raytrain_plus.membership.slice_names import is_slice, layer_of_unit
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind

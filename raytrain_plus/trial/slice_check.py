@@ -24,12 +24,12 @@ from torch import nn
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.units import layer_of_unit, number_of_unit, whole_weight
+from raytrain_plus.membership.slice_names import layer_of_unit, number_of_unit, whole_weight
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
-from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.modules import part_of
-from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, cuts_of
+from raytrain_plus.parallel.tensor.simulated_hosts import Hosts
+from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, WHERE, cuts_of
 from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import Built, build_layers, pass_names, train_as_built

@@ -14,7 +14,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
 from raytrain_plus.membership.mesh import Stage, hosted_slices
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.membership.units import layer_of_unit, unit_of
+from raytrain_plus.membership.slice_names import layer_of_unit, unit_of
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.stages import REST, own_tree

@@ -19,7 +19,7 @@ from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.run_order import Order
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase, cover, members_in
+from raytrain_plus.membership.group_state import Phase, cover, members_in
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import Owners, senders
 from raytrain_plus.membership.pieces import Pieces, union

@@ -14,7 +14,7 @@ from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase, members_in
+from raytrain_plus.membership.group_state import Phase, members_in
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
 from raytrain_plus.training.exchange.step_records import Evaluated, Record

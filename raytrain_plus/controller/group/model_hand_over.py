@@ -25,7 +25,7 @@ from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.errors import DamagedError, Interrupted, RaytrainError, RunError, StorageError, WorkerLost
 from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase
+from raytrain_plus.membership.group_state import Phase
 from raytrain_plus.membership.mesh import Donor
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import EXPORT_S

@@ -21,7 +21,7 @@ from raytrain_plus.controller.roster.awaited import awaited
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import Elastic
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Phase, holders, members_in
+from raytrain_plus.membership.group_state import Phase, holders, members_in
 from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, unresponsive
 from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.observe.run_progress import plural

@@ -11,8 +11,8 @@ from raytrain_plus.controller.event_loop import EventLoop, Machine, stale
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.buddies import buddies
-from raytrain_plus.membership.group import Phase
+from raytrain_plus.membership.copy_holders import buddies
+from raytrain_plus.membership.group_state import Phase
 from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.view import View
 from raytrain_plus.workers.messages import Buddy, Sent

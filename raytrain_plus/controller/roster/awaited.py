@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raytrain_plus.membership.group import Group, preparing
+from raytrain_plus.membership.group_state import Group, preparing
 from raytrain_plus.membership.timeouts import PREPARE_S
 
 

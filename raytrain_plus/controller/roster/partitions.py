@@ -16,7 +16,7 @@ from raytrain_plus.membership.mesh import Stage, rank_counts, stages_of
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
-from raytrain_plus.membership.units import unit_of
+from raytrain_plus.membership.slice_names import unit_of
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, hosting_slices, partition_within_memory, sharing_optimizer

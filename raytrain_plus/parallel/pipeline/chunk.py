@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.membership.units import is_slice
+from raytrain_plus.membership.slice_names import is_slice
 from raytrain_plus.parallel.autocast import check_modes, open_modes
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Returned, Tensors, flattened

@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
-from raytrain_plus.parallel.pipeline.in_turn import forward_only, forward_then_backward
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
+from raytrain_plus.parallel.pipeline.sequential import forward_only, forward_then_backward
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
 from raytrain_plus.torch_compat import run_schedule
 

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.plan import SliceKind
 from raytrain_plus.parallel.tensor.positions import cut, divided, each_slice, gathered, own_of_sum
+from raytrain_plus.parallel.tensor.slice_plan import SliceKind
 
 
 class Leaf(nn.Module):

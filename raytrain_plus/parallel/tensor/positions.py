@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE
+from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, WHERE
 from raytrain_plus.torch_compat import pytree
 
 

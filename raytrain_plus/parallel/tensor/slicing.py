@@ -10,11 +10,11 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import hosted_slices
-from raytrain_plus.membership.units import is_slice, slice_of_weight, unit_of
+from raytrain_plus.membership.slice_names import is_slice, slice_of_weight, unit_of
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, part_of
-from raytrain_plus.parallel.tensor.plan import DIVIDES, WHERE, Cut, SliceKind, cuts_of
 from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
+from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, WHERE, Cut, SliceKind, cuts_of
 from raytrain_plus.torch_compat import has_accumulated_hooks, has_backward_hooks, has_hooks
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.units import MARK, whole_weight
+from raytrain_plus.membership.slice_names import MARK, whole_weight
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.added_state import plain_tensors

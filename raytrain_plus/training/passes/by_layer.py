@@ -19,7 +19,7 @@ import torch
 from raytrain_plus.collective.world import Transfer, Work
 from raytrain_plus.device_copies import BatchCopies
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.in_turn import InTurn
+from raytrain_plus.parallel.pipeline.sequential import InTurn
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.exchange.context import StepContext

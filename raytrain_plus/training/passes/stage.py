@@ -17,9 +17,9 @@ from raytrain_plus.data.values.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
-from raytrain_plus.parallel.pipeline.in_turn import OneByOne, Runner
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
+from raytrain_plus.parallel.pipeline.sequential import OneByOne, Runner
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
 from raytrain_plus.parallel.weighting import Weight

@@ -12,7 +12,7 @@ from raytrain_plus.data.values.collate import set_collate
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, run_facts
 from raytrain_plus.membership.owners import balanced
-from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.parallel.tensor.link import Link

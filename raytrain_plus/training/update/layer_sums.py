@@ -14,7 +14,7 @@ import torch
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work
 from raytrain_plus.device_copies import Numbers, read_together
-from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.parallel.gradients import Gradients
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.update.step_sums import GradientNorms, StepSums

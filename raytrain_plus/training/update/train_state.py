@@ -19,10 +19,10 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.membership.units import whole_weight
-from raytrain_plus.parallel.data import Gradients
-from raytrain_plus.parallel.data import bucket_bytes as bucket_bytes_on
-from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.membership.slice_names import whole_weight
+from raytrain_plus.parallel.gradients import Gradients
+from raytrain_plus.parallel.gradients import bucket_bytes as bucket_bytes_on
+from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import cuts_in
 from raytrain_plus.parallel.wire import MakeWire

@@ -17,7 +17,7 @@ import torch
 
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.device_copies import Numbers, from_host
-from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.parallel.gradients import Gradients
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, Table
 from raytrain_plus.training.weights.buffers import Buffers

@@ -12,8 +12,8 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.autocast import Modes, check_modes
-from raytrain_plus.parallel.data import Gradients
-from raytrain_plus.parallel.half import check_carried, ring_wire
+from raytrain_plus.parallel.gradients import Gradients
+from raytrain_plus.parallel.half_precision import check_carried, ring_wire
 from raytrain_plus.parallel.wire import Exact, MakeWire, Rider
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task

@@ -18,7 +18,7 @@ from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reading.transform_block import Transform, with_draws
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
-from raytrain_plus.install.state import REMEDY
+from raytrain_plus.install.horovod_usable import REMEDY
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_function, load_task
 from raytrain_plus.membership.events import Why

@@ -18,7 +18,7 @@ from raytrain_plus.errors import Interrupted, RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.membership.units import is_slice
+from raytrain_plus.membership.slice_names import is_slice
 from raytrain_plus.state.entry import Cut, Entry
 from raytrain_plus.state.finite import check_finite
 from raytrain_plus.state.held import HeldTensor, held_tensors

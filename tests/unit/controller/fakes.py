@@ -20,7 +20,7 @@ from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import WorkerLost
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job, Workers
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import size_table

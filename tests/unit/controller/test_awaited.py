@@ -9,9 +9,9 @@ import pytest
 
 from raytrain_plus.controller.roster.awaited import awaited
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Group, Limits, WorkerStatus
-from raytrain_plus.membership.machine import step
+from raytrain_plus.membership.group_state import Group, Limits, WorkerStatus
 from raytrain_plus.membership.sizes import SizeTable
+from raytrain_plus.membership.state_machine import step
 
 RAISE = "raise elastic.wait_s if the machines are busy or slow to start"
 STARTS = "Ray has not started, with all that it imports, the process of"

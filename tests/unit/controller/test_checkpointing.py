@@ -20,7 +20,7 @@ from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
+from raytrain_plus.membership.group_state import Group, Limits, Phase, WorkerStatus
 from raytrain_plus.membership.mesh import Place, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable

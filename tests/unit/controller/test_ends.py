@@ -13,10 +13,10 @@ from raytrain_plus.controller.checkpoints import checkpointing
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
-from raytrain_plus.membership import events, machine
-from raytrain_plus.membership.group import Phase
-from raytrain_plus.membership.machine import Rule
+from raytrain_plus.membership import events, state_machine
+from raytrain_plus.membership.group_state import Phase
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.membership.state_machine import Rule
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.training.exchange.early_stop import Evaluations
 from tests.unit.controller.ends import Accused, Ends, expected_of
@@ -150,7 +150,7 @@ def all_at_once(patch: pytest.MonkeyPatch) -> None:
 
 def believed(patch: pytest.MonkeyPatch) -> None:
     rule = Rule(lambda group, event: (group, []), (Phase.CLOSE,))
-    patch.setattr(machine, "TABLE", {**machine.TABLE, (Phase.CLOSE, events.Overwritten): rule})
+    patch.setattr(state_machine, "TABLE", {**state_machine.TABLE, (Phase.CLOSE, events.Overwritten): rule})
 
 
 def in_stages(job: Job) -> bool:

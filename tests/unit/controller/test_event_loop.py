@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_plus.controller.event_loop import Died, EventLoop, stale
 from raytrain_plus.errors import Interrupted, WorkerLost
-from raytrain_plus.membership.group import Group, Limits
+from raytrain_plus.membership.group_state import Group, Limits
 from raytrain_plus.membership.sizes import SizeTable
 from tests.unit.controller.fakes import FakeTime, FakeWorkers
 

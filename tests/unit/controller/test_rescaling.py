@@ -6,7 +6,7 @@ import pytest
 
 from raytrain_plus import Data, Job, Workers
 from raytrain_plus.controller.rescaling import effect, requested
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.sizes import SizeTable
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from raytrain_plus.install import doctor, horovod
 from raytrain_plus.install.gpus import NvmlReport, TorchReport
-from raytrain_plus.install.state import HorovodState
+from raytrain_plus.install.horovod_usable import HorovodState
 
 
 def found() -> dict[str, tuple[str, str]]:

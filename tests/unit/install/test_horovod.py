@@ -15,7 +15,7 @@ from raytrain_plus.errors import RunError
 from raytrain_plus.install import horovod
 from raytrain_plus.install.edit import digest
 from raytrain_plus.install.fixes import EDITS, WITHOUT_CUDA
-from raytrain_plus.install.state import fixed_version
+from raytrain_plus.install.horovod_usable import fixed_version
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.install import state
+from raytrain_plus.install import horovod_usable
 from raytrain_plus.install.edit import digest
 from raytrain_plus.install.fixes import EDITS
-from raytrain_plus.install.state import HorovodState, fixed_version, horovod_state
+from raytrain_plus.install.horovod_usable import HorovodState, fixed_version, horovod_state
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_build_is_for_one_torch(
     monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str, usable: bool, reason: str
 ) -> None:
     show(monkeypatch, horovod, torch)
-    monkeypatch.setattr(state, "_compiled_part_is_there", lambda: True)
+    monkeypatch.setattr(horovod_usable, "_compiled_part_is_there", lambda: True)
     found = horovod_state()
     assert (found.usable, reason in found.reason) == (usable, True)
     assert found.remedy == ("" if usable else "raytrain install-horovod")
@@ -47,7 +47,7 @@ def show(monkeypatch: pytest.MonkeyPatch, horovod: str | None, torch: str) -> No
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(state, "version", version)
+    monkeypatch.setattr(horovod_usable, "version", version)
 
 
 def test_a_cpu_build_keeps_its_name() -> None:
@@ -65,38 +65,38 @@ def test_a_missing_compiled_extension_is_noticed_without_loading_it(
     monkeypatch.delitem(sys.modules, "horovod", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     assert "lacks its compiled extension" in horovod_state().reason
-    assert state.choose_collective("auto") == "torch"
+    assert horovod_usable.choose_collective("auto") == "torch"
     with pytest.raises(InputError, match="lacks its compiled extension") as caught:
-        state.choose_collective("horovod")
+        horovod_usable.choose_collective("horovod")
     assert caught.value.remedy == "raytrain install-horovod"
     (tmp_path / "horovod" / "torch" / f"mpi_lib_v2{EXTENSION_SUFFIXES[0]}").touch()
-    assert state.choose_collective("horovod") == "horovod"
+    assert horovod_usable.choose_collective("horovod") == "horovod"
 
 
 def test_auto_uses_torch_if_horovod_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(False, "it is not installed", "x"))
-    assert state.choose_collective("auto") == "torch"
-    monkeypatch.setattr(state, "horovod_state", lambda: HorovodState(True, "it is", ""))
-    assert state.choose_collective("auto") == "horovod"
+    monkeypatch.setattr(horovod_usable, "horovod_state", lambda: HorovodState(False, "it is not installed", "x"))
+    assert horovod_usable.choose_collective("auto") == "torch"
+    monkeypatch.setattr(horovod_usable, "horovod_state", lambda: HorovodState(True, "it is", ""))
+    assert horovod_usable.choose_collective("auto") == "horovod"
 
 
 def test_an_unusable_build_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, "0.28.1+raytrain.fb9ace7e.torch.2.13.0.cpu", "2.13.0+cpu")
-    said = state.passed_over("auto")
+    said = horovod_usable.passed_over("auto")
     assert "another process on the machine can join a run" in said
     assert said.endswith("(to use Horovod: raytrain install-horovod)")
-    assert state.passed_over("torch") == ""
+    assert horovod_usable.passed_over("torch") == ""
     with pytest.raises(InputError, match="lacks fixes of this version") as caught:
-        state.choose_collective("horovod")
+        horovod_usable.choose_collective("horovod")
     assert caught.value.remedy == "raytrain install-horovod"
     show(monkeypatch, None, "2.13.0+cpu")
-    assert state.passed_over("auto") == ""
+    assert horovod_usable.passed_over("auto") == ""
 
 
 def test_nccl_is_used_only_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "find_spec", lambda name: None)
+    monkeypatch.setattr(horovod_usable, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="nccl4py is not installed") as caught:
-        state.choose_collective("nccl")
+        horovod_usable.choose_collective("nccl")
     assert caught.value.remedy == "pip install 'raytrain-plus[nccl]'"
-    monkeypatch.setattr(state, "find_spec", lambda name: name)
-    assert state.choose_collective("nccl") == "nccl"
+    monkeypatch.setattr(horovod_usable, "find_spec", lambda name: name)
+    assert horovod_usable.choose_collective("nccl") == "nccl"

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, Phase, members_in, shape_for
+from raytrain_plus.membership import state_machine
+from raytrain_plus.membership.group_state import Group, Limits, Phase, members_in, shape_for
 from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.pieces import union
 
@@ -187,7 +187,7 @@ def first_world(
     durable: int = -1,
     alike: bool = False,
 ) -> World:
-    group, commands = machine.begin(limits, durable)
+    group, commands = state_machine.begin(limits, durable)
     world = World(
         group,
         capacity=capacity,
@@ -522,7 +522,7 @@ def _stage_of(world: World, name: str) -> Stage:
 
 def _deliver(world: World, event: e.Event) -> Iterator[World]:
     before = world.group
-    group, commands = machine.step(before, event)
+    group, commands = state_machine.step(before, event)
     _check(world, event, group, commands)
     if group.committed < before.committed and group.again < world.announced:
         world = world._replace(announced=group.committed)
@@ -537,7 +537,7 @@ def _deliver(world: World, event: e.Event) -> Iterator[World]:
 def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]) -> None:
     """Raise `Violation` if `event` led to something that must not occur."""
     before = world.group
-    if group.phase not in machine.TABLE[before.phase, type(event)].leads:
+    if group.phase not in state_machine.TABLE[before.phase, type(event)].leads:
         raise Violation(f"{type(event).__name__} led from {before.phase.name} to {group.phase.name}")
     if group.committed < before.committed:
         if group.committed < group.durable:
@@ -581,7 +581,7 @@ def _refuses(group: Group) -> None:
         said += [e.Joined(name, old), e.Left(name, old, 0, "interrupted")]
         said += [e.Joined(name, group.generation), e.Left(name, group.generation, 0, "interrupted")]
     for message in (message for message in said if not _counts(group, message)):
-        if machine.step(group, message) != (group, []):
+        if state_machine.step(group, message) != (group, []):
             raise Violation(f"{message} had an effect")
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, Phase
+from raytrain_plus.membership import state_machine
+from raytrain_plus.membership.group_state import Group, Limits, Phase
 from raytrain_plus.membership.mesh import Stage
 from tests.unit.membership import switching
 from tests.unit.membership.explorer import Violation
@@ -135,7 +135,7 @@ class Switch:
 
     def begin(self, *, kills: int, fails: int = 0, arrivals: int = 0) -> World:
         """Return the world in which the first generation forms."""
-        group, [started] = machine.begin(self._limits)
+        group, [started] = state_machine.begin(self._limits)
         assert isinstance(started, e.Start)
         world = World(self._number(group), kills=kills, fails=fails, arrivals=arrivals, starting=started.workers)
         for name in started.workers:
@@ -251,7 +251,7 @@ class Switch:
         """Deliver an event to the machine, and obey it."""
         found = self._stepped.get((world.group, event))
         if found is None:
-            group, commands = machine.step(self._groups[world.group], event)
+            group, commands = state_machine.step(self._groups[world.group], event)
             found = self._stepped[world.group, event] = self._number(group), commands
         group_number, commands = found
         world = world._replace(group=group_number)

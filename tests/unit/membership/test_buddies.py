@@ -5,8 +5,8 @@ import doctest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.membership import buddies as module
-from raytrain_plus.membership.buddies import buddies
+from raytrain_plus.membership import copy_holders as module
+from raytrain_plus.membership.copy_holders import buddies
 
 
 def test_the_examples() -> None:

@@ -15,12 +15,20 @@ from typing import Any, get_args
 import pytest
 
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership import machine
-from raytrain_plus.membership.group import Group, Limits, NewestState, Phase, WorkerStatus, members_in, newest_state
-from raytrain_plus.membership.machine import TABLE, Rule, begin, diagram, step
+from raytrain_plus.membership import state_machine
+from raytrain_plus.membership.group_state import (
+    Group,
+    Limits,
+    NewestState,
+    Phase,
+    WorkerStatus,
+    members_in,
+    newest_state,
+)
 from raytrain_plus.membership.mesh import Donor, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
+from raytrain_plus.membership.state_machine import TABLE, Rule, begin, diagram, step
 from tests.unit.membership.explorer import Violation, World, explore, first_world, mark, wander
 
 G, J, T, P, L, C, E = Phase
@@ -230,7 +238,7 @@ def test_every_phase_has_a_rule_for_what_happens_outside_the_world(phase: Phase,
 
 
 def test_every_acting_rule_is_covered() -> None:
-    acting = {pair for pair, rule in TABLE.items() if rule.act is not machine._nothing}
+    acting = {pair for pair, rule in TABLE.items() if rule.act is not state_machine._nothing}
     # A late training phase counts if a member is to leave, and no copies exist before any world: separate tests cover
     # these.
     seen_acting = {
@@ -1092,14 +1100,14 @@ def test_very_many_random_paths_through_everything_that_can_happen() -> None:
 @contextmanager
 def broken(**changes: Any) -> Iterator[None]:
     """The machine with some of its functions replaced."""
-    before = {name: getattr(machine, name) for name in changes}
+    before = {name: getattr(state_machine, name) for name in changes}
     for name, function in changes.items():
-        setattr(machine, name, function)
+        setattr(state_machine, name, function)
     try:
         yield
     finally:
         for name, function in before.items():
-            setattr(machine, name, function)
+            setattr(state_machine, name, function)
 
 
 def caught(worlds: Iterable[World], changes: dict[str, Any]) -> str:
@@ -1155,7 +1163,7 @@ def stay(group: Group, event: Any) -> Any:
 
 
 def forget(group: Group, event: e.Lost) -> Any:
-    return machine.without(group, event.worker), []
+    return state_machine.without(group, event.worker), []
 
 
 def nobody_later(group: Group) -> NewestState | None:
@@ -1163,11 +1171,11 @@ def nobody_later(group: Group) -> NewestState | None:
 
 
 def go_back_to_nothing(group: Group) -> Any:
-    return machine._gather(replace(group, committed=group.durable))
+    return state_machine._gather(replace(group, committed=group.durable))
 
 
 def read_all_the_same(group: Group, event: e.Unreadable) -> Any:
-    return machine._ready_gather(group, e.Ready(event.worker, group.durable, WHOLE))
+    return state_machine._ready_gather(group, e.Ready(event.worker, group.durable, WHOLE))
 
 
 def clean_always(group: Group, event: e.Left) -> Any:
@@ -1184,20 +1192,20 @@ def obey_the_known(group: Group, event: Any) -> Any:
 
 
 def hear_again(group: Group, event: e.Left) -> Any:
-    return machine._settle(machine._out(group, event))
+    return state_machine._settle(state_machine._out(group, event))
 
 
 def deaf(kind: type[Any]) -> dict[str, Callable[[], dict[str, Any]]]:
     """For each phase in which an event of this kind is handled: the table that then does nothing."""
 
     def without(phase: Phase) -> dict[str, Any]:
-        return {"TABLE": {**TABLE, (phase, kind): Rule(machine._nothing, (phase,))}}
+        return {"TABLE": {**TABLE, (phase, kind): Rule(state_machine._nothing, (phase,))}}
 
-    acting = [phase for phase in Phase if TABLE[phase, kind].act is not machine._nothing]
+    acting = [phase for phase in Phase if TABLE[phase, kind].act is not state_machine._nothing]
     return {f"a {kind.__name__} is not heard: {phase.name}": partial(without, phase) for phase in acting}
 
 
-_join, _settle, _left_leave = machine._join, machine._settle, machine._left_leave
+_join, _settle, _left_leave = state_machine._join, state_machine._settle, state_machine._left_leave
 
 MUTANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "a partially applied worker is a donor": lambda: {"newest_state": any_holder},
@@ -1250,7 +1258,7 @@ def hand_over_the_first(group: Group) -> Any:
     ]
 
 
-_close = machine._close
+_close = state_machine._close
 
 CATCHING = (
     "one replica, a stop that takes too long",
@@ -1314,5 +1322,5 @@ def test_a_broken_table_is_caught(name: str) -> None:
 
 
 def test_the_readme_shows_the_table() -> None:
-    text = (Path(machine.__file__).parents[1] / "README.md").read_text()
+    text = (Path(state_machine.__file__).parents[1] / "README.md").read_text()
     assert diagram() in text

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import placement
-from raytrain_plus.membership.group import Limits
-from raytrain_plus.membership.machine import begin, step
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.mesh import Shape, remaining, seated
 from raytrain_plus.membership.placement import placed
 from raytrain_plus.membership.sizes import SizeTable
+from raytrain_plus.membership.state_machine import begin, step
 
 LAYOUTS = st.tuples(st.integers(1, 3), st.integers(1, 2))
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import Limits, Phase
-from raytrain_plus.membership.machine import begin, step
+from raytrain_plus.membership.group_state import Limits, Phase
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import segments, shortage
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
+from raytrain_plus.membership.state_machine import begin, step
 
 ROWS, ROW_BYTES = Pieces.of([Piece("optim/w", 0, 120)]), {"optim/w": 4}
 WHOLE = Stage()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from raytrain_plus.collective import nccl_forming, nccl_world
-from raytrain_plus.membership.group import Limits
+from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.membership.sizes import SizeTable
 from tests.unit.membership.switch_explorer import (
     Moves,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytrain_plus.membership.group import Group, Limits, Phase, WorkerStatus
+from raytrain_plus.membership.group_state import Group, Limits, Phase, WorkerStatus
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.timeouts import EXPORT_S, FORM_S, PREPARE_S, SETTLE_S, clock_of, limit_s, stop_limit_s
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.data import Gradients, bucket_bytes, plan_buckets
+from raytrain_plus.parallel.gradients import Gradients, bucket_bytes, plan_buckets
 from raytrain_plus.parallel.wire import Exact
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, wait
 from raytrain_plus.errors import TaskError
-from raytrain_plus.parallel.half import Half, check_carried, ring_wire
+from raytrain_plus.parallel.half_precision import Half, check_carried, ring_wire
 from raytrain_plus.parallel.wire import Plain
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.parallel.data import Gradients
-from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.gradients import Gradients
+from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.weighting import Weighting, multiply
 from raytrain_plus.parallel.wire import Exact, MakeWire, Plain
 

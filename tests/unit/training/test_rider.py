@@ -13,7 +13,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.data.ledger.ledger import NOTE
-from raytrain_plus.parallel.data import Gradients
+from raytrain_plus.parallel.gradients import Gradients
 from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, encode, size
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.weights.buffers import Buffers

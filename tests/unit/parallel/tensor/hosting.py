@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from raytrain_plus.parallel.tensor.hosts import Hosts
 from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.simulated_hosts import Hosts
 from raytrain_plus.parallel.tensor.slicing import cuts_in
 from raytrain_plus.state.named import bytes_of, dtype_name
 from raytrain_plus.state.slices import joined

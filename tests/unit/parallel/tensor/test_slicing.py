@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import rank_counts
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.plan import cuts_of
+from raytrain_plus.parallel.tensor.slice_plan import cuts_of
 from raytrain_plus.parallel.tensor.slicing import (
     CutLayers,
     Slicing,

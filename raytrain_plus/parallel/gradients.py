@@ -18,7 +18,7 @@ from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
 from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.parallel.half import ring_wire
+from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.parallel.wire import MakeWire, Named, Rider, Wire, gradient_dtype, nothing
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.group import (
+from raytrain_plus.membership.group_state import (
     Group,
     Limits,
     NewestState,
