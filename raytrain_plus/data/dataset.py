@@ -24,7 +24,7 @@ from raytrain_plus.data.convert.conversion import (
 from raytrain_plus.data.convert.formats.formats import format_of, is_saved, unknown_format
 from raytrain_plus.data.convert.parts import content_of, is_complete
 from raytrain_plus.data.paths.files import data_exists, split_pattern
-from raytrain_plus.data.paths.path_columns import columns_of
+from raytrain_plus.data.paths.path_columns import columns_of, folder_of_other_keys
 from raytrain_plus.data.paths.repository import only_split
 from raytrain_plus.data.sources.items import items_of
 from raytrain_plus.data.sources.iterated import read_once
@@ -205,6 +205,9 @@ def _rows(
             raise DataError(
                 "it names columns of folders alone", where="data.columns", expected=f"some of {', '.join(stored)}, too"
             )
+    elif (other := folder_of_other_keys(found.files)) is not None and not older:
+        said = f"values in the names of folders are not read, because {other} lacks some"
+        print(f"{found.named}: {said}", file=sys.stderr)
     elif beside:
         # Text would be tokenized, or refused by whatever makes tensors.
         texts = job.data.collate == "pad" and job.data.tokenizer is None
@@ -221,4 +224,6 @@ def _rows(
     found = replace(found, older=older)
     if not older:
         check_own_labels(found)
-    return found if pack is None else packed(found, pack, job.data.tokenizer)
+    if pack is None:
+        return found
+    return packed(found, pack, job.data.tokenizer, chosen=columns is not None and not older)

@@ -81,13 +81,14 @@ def _machine() -> Iterator[Check]:
                 "shared memory", "WARN", f"{size:.2f} GiB; Ray's object store will use disk", "docker run --shm-size=2g"
             )
         )
+    named = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
     yield (
         Check("Ray's folder", "PASS", "its sockets fit")
         if ray_folder() is None
         else Check(
             "Ray's folder",
             "WARN",
-            f"TMPDIR has more than {LONGEST} characters, too many for Ray's sockets; a run's own Ray takes {SHORT}",
+            f"{named} has more than {LONGEST} characters, too many for Ray's sockets; a run's own Ray takes {SHORT}",
             f"export RAY_TMPDIR={SHORT}, before ray start",
         )
     )

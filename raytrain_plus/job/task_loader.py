@@ -19,7 +19,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -124,13 +124,28 @@ def prints_hidden() -> Iterator[None]:
 
     No other thread may do so at the same time.
     """
-    kept = io.StringIO()
+    kept = _Hidden()
     try:
         with redirect_stdout(kept):
             yield
     except BaseException:
         sys.stderr.write(kept.getvalue())
         raise
+    finally:
+        kept.real = sys.stdout
+
+
+class _Hidden(io.StringIO):
+    """What is written is kept, until `real` is there: a logging handler that the task made keeps this stream."""
+
+    real: TextIO | None = None
+
+    def write(self, text: str) -> int:
+        return super().write(text) if self.real is None else self.real.write(text)
+
+    def flush(self) -> None:
+        if self.real is not None:
+            self.real.flush()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.sources.source import Index
-from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, first_line
+from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, WaitExpired, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_user_code
 from raytrain_plus.membership.slice_names import whole_weight
@@ -327,7 +327,8 @@ def _arguments(task: Task, module: nn.Module, table: pa.Table, where: str) -> tu
     name = type(task).__name__
     with as_task_error(f"{name} failed on a batch", where):
         batch = task.collate(table)
-        example = task.example(batch)
+        # A task may have an attribute of that name for itself.
+        example = None if type(task).example is Task.example else task.example(batch)
     if isinstance(example, tuple):
         return example, {}
     if isinstance(example, Mapping):
@@ -356,7 +357,7 @@ def _as_trained(run: Folder, job: Job, roots: Sequence[Path]) -> Index:
     older = is_older(run)
     try:
         return both_data(job, roots, older=older)[0]
-    except DataError:
+    except (DataError, TaskError, WaitExpired):
         # The held-out data may be gone.
         return training_data(job, roots, older=older)
 

@@ -60,6 +60,8 @@ class WorkerHandle:
     """Whether its placement group is known to have room."""
     room: Future[bool] | None = None
     """Ray's answer to the question whether it has room, if it was asked."""
+    refused: bool = False
+    """Whether Ray has answered that it has no room for it."""
     tries: int = 0
     """How many processes were started for this worker before."""
 
@@ -128,16 +130,17 @@ class Pool:
         if not handle.placed:
             if handle.room is None or not handle.room.done() or not handle.room.result():
                 if handle.room is None or handle.room.done():
+                    handle.refused = handle.room is not None
                     handle.room = _asked_for_room(handle.group)
                 return LOOK_S
             handle.placed, handle.began = True, now
         left_s = handle.began + START_S * 2.0**handle.tries - now
         return left_s if handle.standby is None else min(left_s, handle.standby.left_s(now))
 
-    def has_room(self, name: str) -> bool:
-        """Return whether Ray has found room for a worker, as far as is known; asks and waits for nothing."""
+    def lacks_room(self, name: str) -> bool:
+        """Return whether Ray has said that it has no room for a worker, and not yet that it has."""
         handle = self._handles[name]
-        return handle.placed or (handle.room is not None and handle.room.done() and bool(handle.room.result()))
+        return handle.refused and not handle.placed
 
     def restart(self, name: str) -> None:
         """Start a new process in the place of one that has not come up as a worker, and end that one."""

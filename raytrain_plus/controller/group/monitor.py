@@ -205,7 +205,7 @@ class Monitor:
                 # The model is exported; only the last checkpoint is late.
                 self.machine.feed(e.Handed())
                 return
-        homeless = frozenset(name for name in group.workers if name in self.loop and not self.loop.has_room(name))
+        homeless = frozenset(name for name in group.workers if name in self.loop and self.loop.lacks_room(name))
         self.machine.feed(e.Late(group.generation, *awaited(group, homeless)))
 
     def _late(self, now: float, since: float) -> bool:

@@ -24,15 +24,31 @@ def default_cache() -> Path:
     """Return the folder of converted data: in `RAYTRAIN_CACHE`, or `XDG_CACHE_HOME`, or the home folder's `.cache`.
 
     The process of a pod may have no home, or none that it can write to: then below the temporary folder.
+
+    Raises `DataError` if the folder that is named is relative, or that below the temporary one is another user's.
     """
     if named := os.environ.get(VARIABLE):
-        return Path(named).absolute() / "data"
+        folder = Path(named).expanduser()
+        if not folder.is_absolute():
+            what = "is a relative path, and processes work in different folders"
+            raise DataError(what, f"{VARIABLE}={named}", remedy="name an absolute one")
+        return folder / "data"
     homes = [Path(shared)] if (shared := os.environ.get("XDG_CACHE_HOME")) else []
     with contextlib.suppress(RuntimeError, KeyError):
         homes.append(Path.home() / ".cache")
     made = (one / "raytrain_plus" / "data" for one in homes if one.is_absolute())
-    found = next(filter(_writable, made), None)
-    return found or Path(tempfile.gettempdir()) / f"raytrain_plus-{os.getuid()}" / "data"
+    return next(filter(_writable, made), None) or _temporary() / "data"
+
+
+def _temporary() -> Path:
+    folder = Path(tempfile.gettempdir()) / f"raytrain_plus-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    # Others may write to the folder for temporary files, and would be believed.
+    if folder.exists() and folder.stat().st_uid != os.getuid():
+        remedy = f"set {VARIABLE} on this machine to a folder of yours"
+        raise DataError("belongs to another user", str(folder), remedy=remedy)
+    return folder
 
 
 def _writable(folder: Path) -> bool:

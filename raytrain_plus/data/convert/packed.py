@@ -119,6 +119,8 @@ class Packed:
     """Of the data that holds the documents."""
     dropped: int
     """The last tokens of all documents, which fill no row."""
+    chosen: str = ""
+    """The column of the documents, if the job chooses columns; empty if the only one that can be packed is taken."""
 
     def to_json(self) -> dict[str, Any]:
         """Return a description with which later checks can compare it."""

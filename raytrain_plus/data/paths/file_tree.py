@@ -148,20 +148,28 @@ def check_apart(root: Path, files: Sequence[Path]) -> None:
     Two links to a file outside are two: stores that name files by their content keep equal ones once.
     """
     inside = root.resolve()
-    folders: dict[Path, Path] = {}
+    folders = {folder: folder.resolve() for folder in {file.parent for file in files}}
     found: dict[Path, Path] = {}
     for file in files:
-        if file.parent not in folders:
-            folders[file.parent] = file.parent.resolve()
-        target = file.resolve() if file.is_symlink() else folders[file.parent] / file.name
-        other = found.setdefault(target, file)
-        own = inside in target.parents or not (file.is_symlink() and other.is_symlink())
-        if other is not file and own:
-            raise DataError(
-                f"is the same file as {other}, by a link, so its rows would count twice",
-                where=str(file),
-                remedy="remove the link",
-            )
+        _note(found, folders[file.parent] / file.name, file)
+    for file in files:
+        at = folders[file.parent] / file.name
+        while at.is_symlink():
+            to = at.parent / at.readlink()
+            at = to.parent.resolve() / to.name
+            # A file of the data, or one inside that is none, as a hidden one: then two links to it are one file.
+            if at in found or inside in at.parents:
+                _note(found, at, file)
+
+
+def _note(found: dict[Path, Path], at: Path, file: Path) -> None:
+    """Note that a file is at a place. Raises `DataError` if another is already."""
+    if (other := found.setdefault(at, file)) is not file:
+        raise DataError(
+            f"is the same file as {other}, by a link, so its rows would count twice",
+            where=str(file),
+            remedy="remove the link",
+        )
 
 
 def links_below(root: Path, files: Iterable[Path]) -> list[str]:

@@ -29,6 +29,13 @@ def partitions_in(names: Sequence[str]) -> pa.Table | None:
     return pa.table({key: pa.array([_value(one[key]) for one in found], pa.string()) for key in keys})
 
 
+def folder_of_other_keys(names: Sequence[str]) -> str | None:
+    """Return a file whose folders have other keys than those of another file; None if all have the same, or none."""
+    found = [(len(keys), keys, name) for name in names for keys in [[key for key, _ in _pairs(name)]]]
+    most = max(found, key=lambda one: one[0], default=(0, [], ""))
+    return next((name for _, keys, name in found if keys != most[1]), None)
+
+
 def columns_of(partitions: pa.Table | None) -> list[pa.Field]:
     """Return the columns that the values make, with their types."""
     return (

@@ -37,7 +37,7 @@ from raytrain_plus.data.reading.shard_rows import ShardRows
 from raytrain_plus.data.reading.transform_block import Rows
 from raytrain_plus.data.reading.unusable import faults_of, joined
 from raytrain_plus.data.sources.row_names import file_and_row
-from raytrain_plus.data.sources.source import read_unit
+from raytrain_plus.data.sources.source import Index, read_unit
 from raytrain_plus.errors import TrainingError, WaitExpired
 from raytrain_plus.storage.place import RemotePath, place_of
 
@@ -123,7 +123,7 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = self._keep_units and not isinstance(place_of(rows.index.root), RemotePath)
+        self._near = self._keep_units and all(map(_on_a_disk, rows.index.sources or (rows.index,)))
         """Whether units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
@@ -420,3 +420,7 @@ def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> 
             pending, have = [whole.slice(full)], have - full
     if have:
         yield from cut(joined(pending), microbatch_rows, collate)
+
+
+def _on_a_disk(index: Index) -> bool:
+    return index.items is None and not isinstance(place_of(index.root), RemotePath)

@@ -30,7 +30,7 @@ from raytrain_plus.data.reading.unusable import is_bare
 from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.data.values.columns import column_of, copied
 from raytrain_plus.errors import DataError, RaytrainError, RunError, TaskError, WaitExpired, first_line
-from raytrain_plus.job.task_loader import trim_traceback
+from raytrain_plus.job.task_loader import is_librarys, trim_traceback, users_frames
 
 TASKS_AT_ONCE = 2
 """Maximum concurrent read tasks of one worker."""
@@ -116,7 +116,8 @@ def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[
                 raise error.cause from None
             raise
         except RayError as error:
-            raise RunError(f"the process that transforms rows has died: {first_line(error)}") from error
+            said = f"the process that transforms rows has died: {first_line(error)}"
+            raise RunError(f"{said}; if its machine is short of memory, lower data.granule") from error
 
     return read
 
@@ -129,6 +130,8 @@ def _read_one(pickled_rows: bytes, roots: tuple[str, ...], row_range: RowRange) 
     except RaytrainError:
         raise
     except Exception as error:
+        if all(is_librarys(frame.filename) for frame in users_frames(error)):
+            raise
         # Where it was raised is known in this process alone.
         what = f"data.transform raised {type(error).__name__}: {first_line(error)}"
         raise TaskError(what, where=rows.index.name(row_range.unit), user_traceback=trim_traceback(error)) from None

@@ -222,7 +222,7 @@ def with_draws(rows: Rows) -> Rows:
 
     # A few rows of each source, which a worker reads before it can join.
     few, found = replace(rows, block_rows=JUDGED), dict[int, RowRange]()
-    for one in rows.sample_order.row_ranges_between(0, 0, min(JUDGED * 8, rows.sample_order.rows_in_step(0, 0))):
+    for one in rows.sample_order.row_ranges_between(0, 0, rows.sample_order.rows_in_step(0, 0)):
         found.setdefault(id(rows.index.owner(one.unit)[0]), replace(one, rows=1))
     return replace(rows, draws=any(draws(functools.partial(few.read, one)) for one in found.values()))
 

@@ -54,16 +54,20 @@ _LEFT = "_left"
 """The file with the number of tokens that are dropped."""
 
 
-def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache: Path | None = None) -> Index:
+def packed(
+    documents: Index, length: int, tokenizer: str | Path | None, *, chosen: bool = False, cache: Path | None = None
+) -> Index:
     """Return the index of rows of `length` tokens, packed from documents; pack them if they are missing, and say so.
 
-    `tokenizer`: as `tokenizer_file` takes it, or None for documents of tokens. `cache`: the folder of converted data;
-    None for the user's. Raises `DataError` if the documents cannot be packed, and the errors of `tokenizer_file`.
+    `tokenizer`: as `tokenizer_file` takes it, or None for documents of tokens. `chosen`: whether the job chooses the
+    column, so that rows of another one are others. `cache`: the folder of converted data; None for the user's. Raises
+    `DataError` if the documents cannot be packed, and the errors of `tokenizer_file`.
     """
     file = None if tokenizer is None else tokenizer_file(tokenizer)
     end = None if file is None else end_token(file)
     column = _column_of(documents, file)
-    target = (cache or default_cache()) / _folder_name(documents, length, file, end)
+    choice = column if chosen else ""
+    target = (cache or default_cache()) / _folder_name(documents, length, file, end, choice)
     made = False
     if not is_complete(target):
         name, again = Path(documents.named).name, len(earlier(target)) > 0
@@ -72,13 +76,13 @@ def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache
             made_once(target, documents.named, writing.into)
             made = writing.done
     seen = index(target)
-    found = Packed(length, file, end, documents.rows, documents.fingerprint, int((target / _LEFT).read_text()))
+    found = Packed(length, file, end, documents.rows, documents.fingerprint, int((target / _LEFT).read_text()), choice)
     if made:
         print(f"{documents.named}: {found.line()}", file=sys.stderr, flush=True)
         if documents.items is not None:
             print(f"its rows are in {target}; delete it to pack them again", file=sys.stderr, flush=True)
-    chosen = [] if documents.read_as is None else [column]
-    both = "\0".join([seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end), *chosen])
+    parts = [seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end)]
+    both = "\0".join([*parts, choice] if chosen else parts)
     return replace(
         seen,
         fingerprint=hashlib.sha256(both.encode()).hexdigest(),
@@ -90,7 +94,8 @@ def packed(documents: Index, length: int, tokenizer: str | Path | None, *, cache
 
 def packed_again(documents: Index, expected: Packed) -> Index:
     """Return the index of rows that are packed as `expected`, from documents as this node sees them."""
-    return packed(documents, expected.length, None if expected.tokenizer is None else expected.tokenizer.path)
+    tokenizer = None if expected.tokenizer is None else expected.tokenizer.path
+    return packed(documents, expected.length, tokenizer, chosen=expected.chosen != "")
 
 
 def _origin_of(documents: Index) -> Origin:
@@ -127,11 +132,10 @@ def _is_tokens(kind: pa.DataType) -> bool:
     return bool(lists and pa.types.is_integer(kind.value_type))
 
 
-def _folder_name(documents: Index, length: int, file: TokenizerFile | None, end: int | None) -> str:
+def _folder_name(documents: Index, length: int, file: TokenizerFile | None, end: int | None, choice: str) -> str:
     tokenizer = "" if file is None else f"{file.sha256}\0{version('tokenizers')}"
-    # Without a choice there is one column that can be packed.
-    chosen = "" if documents.read_as is None else f"\0{','.join(documents.read_as.names)}"
-    kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}{chosen}"
+    kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}"
+    kind += f"\0{choice}" if choice else ""
     return name_of(Path(documents.named).stem, kind, documents.places, documents.fingerprint)
 
 

@@ -107,8 +107,8 @@ class Index:
     """The sources of a mix; see `data.sources.mixed_index`."""
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     """For each column of Hugging Face's class labels, the names of the classes, in the order of their numbers."""
-    relabelled: tuple[str, Mapping[str, Sequence[str]]] | None = field(default=None, compare=False)
-    """The first file whose class labels differ from those of the first file, and its labels."""
+    relabelled: tuple[tuple[str, Mapping[str, Sequence[str]]], ...] = field(default=(), compare=False)
+    """Files whose class labels differ from those of the first file that has some, and theirs: one of each kind."""
     column_bytes: Mapping[str, int] = field(default_factory=dict, compare=False)
     """For each column, the approximate decoded bytes of its values in the first unit; empty if nobody knows."""
     read_as: pa.Schema | None = field(default=None, compare=False)
@@ -190,7 +190,7 @@ def index(path: str | Place) -> Index:
     marks: list[tuple[int, str, tuple[int, ...]]] = []
     sights: list[Sight] = []
     labels: Mapping[str, Sequence[str]] = {}
-    relabelled: tuple[str, Mapping[str, Sequence[str]]] | None = None
+    relabelled: list[tuple[str, Mapping[str, Sequence[str]]]] = []
     column_bytes: Mapping[str, int] = {}
     # Each is a round trip if the files are remote.
     looked_at = in_parallel(_looked_at, found.places)
@@ -204,8 +204,8 @@ def index(path: str | Place) -> Index:
         stored = metadata.schema.to_arrow_schema()
         found_labels = labels_in(stored.metadata or {})
         labels = labels or found_labels
-        if relabelled is None and found_labels and found_labels != labels:
-            relabelled = name, found_labels
+        if found_labels and found_labels not in (labels, *(other for _, other in relabelled)):
+            relabelled.append((name, found_labels))
         schemas.append(stored.remove_metadata())
         row_bytes = sum(_least_bytes(kind) for kind in schemas[-1].types)
         for group in range(metadata.num_row_groups):
@@ -240,7 +240,7 @@ def index(path: str | Place) -> Index:
         fingerprint=digest.hexdigest(),
         file_sights=tuple(sights),
         labels=labels,
-        relabelled=relabelled,
+        relabelled=tuple(relabelled),
         column_bytes=column_bytes,
         partitions=partitions_in(found.names),
     )
@@ -251,25 +251,23 @@ def read_with(data: Index, schema: pa.Schema) -> Index:
     if schema.equals(data.schema):
         return data
     sources = tuple(read_with(source, schema) for source in data.sources)
-    share = _share(data, schema)
+    before = data.column_bytes
+    kinds = {one.name: _least_bytes(one.type) for one in data.schema}
+    sizes = {
+        one.name: round(before[one.name] / kinds[one.name] * _least_bytes(one.type))
+        for one in schema
+        if one.name in before
+    }
+    share = sum(sizes.values()) / sum(before.values()) if before else 1.0
     return replace(
         data,
         schema=schema,
         read_as=None if sources else schema,
         sources=sources,
+        column_bytes=sizes,
         unit_bytes=tuple(size for source in sources for size in source.unit_bytes)
         or tuple(round(size * share) for size in data.unit_bytes),
     )
-
-
-def _share(data: Index, schema: pa.Schema) -> float:
-    """Return the bytes of rows that are read with these columns and types, over those of rows as they are."""
-    sizes = data.column_bytes
-    if not sizes:
-        return 1.0
-    kinds = {one.name: _least_bytes(one.type) for one in data.schema}
-    wanted = (sizes[one.name] / kinds[one.name] * _least_bytes(one.type) for one in schema if one.name in sizes)
-    return sum(wanted) / sum(sizes.values())
 
 
 def alike(seen: Index, held_out: Index) -> tuple[Index, Index]:
@@ -363,8 +361,7 @@ def check_labels(seen: Index, other: Index, where: str) -> None:
 
 def check_own_labels(data: Index) -> None:
     """Raise `DataError` if a class label of Hugging Face's has another number in another file."""
-    if data.relabelled is not None:
-        name, labels = data.relabelled
+    for name, labels in data.relabelled:
         _check_labels(data, labels, f"{data.root}/{name}")
 
 
@@ -375,7 +372,9 @@ def _check_labels(seen: Index, labels: Mapping[str, Sequence[str]], where: str) 
             at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1), None)
             differ = f"{len(theirs)}, not {len(mine)}" if at is None else f"{at} is '{theirs[at]}', not '{mine[at]}'"
             raise DataError(
-                f"the classes of '{name}' have other numbers than in {seen.named}: {differ}",
+                f"the classes of '{name}' have other numbers than those of other files of {seen.named}: {differ}"
+                if where.startswith(f"{seen.root}/")
+                else f"the classes of '{name}' have other numbers than in {seen.named}: {differ}",
                 where=where,
                 expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}",
                 remedy=f"cast it with datasets' cast_column('{name}', ClassLabel(names=[...])), or leave it out of "

@@ -159,7 +159,7 @@ def main(end_s: float = END_S) -> None:
 
     def begin() -> tuple[str, Tracker]:
         try:
-            module = importlib.import_module(f"raytrain_plus.observe.{name}")
+            module = importlib.import_module(f"raytrain_plus.observe.trackers.{name}")
         finally:
             loaded.set()
         begun: tuple[str, Tracker] = module.begin(first["run"], first["title"], first["settings"])

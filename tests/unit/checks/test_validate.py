@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import re
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +26,7 @@ from raytrain_plus.checks.data_report import data_report
 from raytrain_plus.checks.trial_process import TryingHere, trying_apart
 from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
+from raytrain_plus.job.task_loader import prints_hidden
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.trial import memory_limits
 
@@ -424,6 +427,16 @@ def test_what_a_task_prints_when_it_is_built_is_shown_once(
     with pytest.raises(TaskError, match="wrong"):
         tried(replace(wished, args={"wrong": True}))
     assert capsys.readouterr() == ("", "built\n")
+
+
+def test_what_is_logged_to_a_hidden_stream_is_shown_later(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("a task of a test")
+    log.propagate = False
+    with prints_hidden():
+        log.addHandler(logging.StreamHandler(sys.stdout))
+        log.error("hidden")
+    log.error("shown")
+    assert capsys.readouterr() == ("shown\n", "")
 
 
 class Coarse(Task):

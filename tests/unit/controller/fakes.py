@@ -78,8 +78,8 @@ class FakeWorkers:
     def start_left_s(self, name: str) -> float:
         return self.left_s.get(self._known(name), 3600.0)
 
-    def has_room(self, name: str) -> bool:
-        return self._known(name) not in self.homeless
+    def lacks_room(self, name: str) -> bool:
+        return self._known(name) in self.homeless
 
     def restart(self, name: str) -> None:
         self.restarted.append(self._known(name))

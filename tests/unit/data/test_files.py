@@ -197,6 +197,20 @@ def test_two_links_to_one_file_of_a_store_are_two_files(tmp_path: Path) -> None:
     assert find_files(tmp_path / "data").names == ("a.parquet", "b.parquet")
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("link", ["folder", "file"])
+def test_a_link_to_a_link_of_the_data_counts_its_rows_twice(tmp_path: Path, way: str, link: str) -> None:
+    data = tmp_path / "data"
+    filled(tmp_path / "store", "3f2a")
+    (data / "2024-06").mkdir(parents=True)
+    (data / "2024-06" / "a.parquet").symlink_to(tmp_path / "store" / "3f2a")
+    if link == "folder":
+        (data / "latest").symlink_to("2024-06")
+    else:
+        (data / "2024-06" / "b.parquet").symlink_to("a.parquet")
+    assert f"is the same file as {data}/2024-06/a.parquet, by a link" in failure(data / way if way else data)
+
+
 def test_the_same_bytes_under_two_names_are_two_files(tmp_path: Path) -> None:
     filled(tmp_path / "data", "a.parquet")
     (tmp_path / "data" / "b.parquet").hardlink_to(tmp_path / "data" / "a.parquet")

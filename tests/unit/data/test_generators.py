@@ -79,7 +79,8 @@ def test_a_few_rows_of_each_source_are_judged(tmp_path: Path) -> None:
         write_data(tmp_path / name)
     seen = mixed_index([index(tmp_path / name) for name in "ab"])
     units = [source.unit_rows for source in seen.sources]
-    order = MixedOrder(units, [1, 1], shards=2, batch_size=32, seed=3, steps=9)
+    # The rows of a step come source by source.
+    order = MixedOrder(units, [1, 1], shards=2, batch_size=512, seed=3, steps=9)
     judged: list[int] = []
 
     def of_the_second(table: pa.Table, rng: np.random.Generator) -> pa.Table:

@@ -44,6 +44,15 @@ def test_columns_and_types_are_those_of_pyarrow(tmp_path: Path, folders: tuple[s
     assert rows.to_pydict() == expected.to_pydict()
 
 
+def test_folders_with_other_keys_are_said_to_be_no_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write(tmp_path / "data", "year=2023", "year=2024", "more")
+    assert training_data(job(root), []).schema.names == ["x"]
+    said = "values in the names of folders are not read, because more/part-0.parquet lacks some"
+    assert said in capsys.readouterr().err
+    assert training_data(job(root / "more"), []).schema.names == ["x"]
+    assert capsys.readouterr().err == ""
+
+
 def test_numbers_are_read_and_text_is_if_somebody_can_use_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,11 @@ def test_the_size_of_rows_is_that_of_the_columns_that_are_read(tmp_path: Path) -
     assert numbers == pytest.approx(64 * 8, rel=0.3)
     [halves] = training_data(job(file, columns={"x": "float32"}), []).unit_bytes
     assert halves == pytest.approx(numbers / 2, rel=0.01)
+    # Of text formats fractions are read in half the bytes, beside a choice of columns.
+    with (tmp_path / "a.jsonl").open("w") as out:
+        out.writelines(json.dumps({"x": 0.1 + row, "t": "x" * 20 + str(row)}) + "\n" for row in range(2000))
+    [halves] = training_data(job(tmp_path / "a.jsonl", columns=["x"]), []).unit_bytes
+    assert halves == pytest.approx(2000 * 4, rel=0.3)
 
 
 def test_a_column_that_is_not_there_or_does_not_fit_is_named(tmp_path: Path) -> None:

@@ -366,6 +366,11 @@ class Named(Labelled):
         return {"ids": batch["ids"]}
 
 
+class Own(Labelled):
+    def __init__(self):
+        self.example = "its own"
+
+
 class Bare(Labelled):
     def example(self, batch):
         return batch["ids"]
@@ -435,6 +440,9 @@ def test_a_program_without_an_example_takes_what_the_loss_passes(
     run = run_of(tmp_path, monkeypatch, "Labelled", DECODER)
     _, takes = export_program(run, tmp_path / "model.pt2", [tmp_path])
     assert takes == "ids: int64 (n, m), labels: int64 (n, m); m at most 16"
+    # An attribute of that name is none of our business.
+    own = run_of(tmp_path / "own", monkeypatch, "Own", DECODER)
+    assert export_program(own, tmp_path / "model.pt2", [tmp_path])[1] == takes
     _, takes = export_program(
         run_of(tmp_path / "named", monkeypatch, "Named", DECODER), tmp_path / "model.pt2", [tmp_path]
     )

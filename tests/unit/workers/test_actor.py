@@ -64,7 +64,7 @@ def test_calls_wait_until_a_standby_has_become_a_worker() -> None:
 
 THREADS = """
 import os, sys, types
-from raytrain_plus.workers import actor
+from raytrain_plus.workers import worker_actor as actor
 
 def variable(*_):
     return os.environ["OMP_NUM_THREADS"]

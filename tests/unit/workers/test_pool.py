@@ -250,13 +250,14 @@ def test_a_process_that_does_not_come_up_is_replaced_and_the_next_one_has_twice_
     for _ in range(3):
         # Ray has not answered, and is not asked again; without room there is nothing to replace.
         assert (workers.start_left_s("c"), len(answers)) == (LOOK_S, 1)
-        assert not workers.has_room("c")
+        assert not workers.lacks_room("c")
         time_of.now += START_S
     answers[0].set_result(False)
     assert (workers.start_left_s("c"), len(answers)) == (LOOK_S, 2)
+    assert workers.lacks_room("c")
     answers[1].set_result(True)
-    assert workers.has_room("c")
     assert workers.start_left_s("c") == START_S
+    assert not workers.lacks_room("c")
     time_of.now += START_S
     assert workers.start_left_s("c") == 0
     workers.restart("c")

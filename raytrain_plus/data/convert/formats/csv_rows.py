@@ -6,7 +6,8 @@ All values are read as text first, and become numbers only if each is written as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from raytrain_plus.data.convert.formats.record_blocks import Block, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
-_BLOCKS = (BLOCK_BYTES, 64 << 20, 1 << 30)
+_BLOCKS = (BLOCK_BYTES, 64 << 20, 512 << 20)
 """Bytes of a block. A block must hold a whole row: if one does not, the file is read in larger blocks from there on."""
+_AHEAD_BYTES = 128 << 20
+"""Bytes that are read before their rows are taken, or three blocks."""
 _LINE = re.compile(r"(?:Row|row) #(\d+)")
 _TABS = re.compile(r"\.tsv(\.(gz|bz2|zst))?$")
 _WRITTEN = (
@@ -56,9 +59,9 @@ class CsvRows:
                     begin = block.begin + block.table.num_rows
                     yield block
                 return
-            except _LongRow:
+            except _LongRow as error:
                 if size == _BLOCKS[-1]:
-                    raise
+                    raise DataError(error.what, f"{file}, row {begin + 1}", remedy=error.remedy) from None
 
 
 class _LongRow(DataError):
@@ -66,13 +69,29 @@ class _LongRow(DataError):
 
 
 def _blocks(file: Path, schema: pa.Schema, begin: int, size: int) -> Iterator[Block]:
-    at = 0
-    with _opened(file, size) as (raw, batches):
+    at, last = 0, None
+    with _opened(file, size) as (raw, _, batches):
         for batch in batches:
             first, at = at, at + batch.num_rows
             if at > begin:
                 table = _typed(pa.Table.from_batches([batch]).slice(max(0, begin - first)), schema, file)
                 yield Block(table, max(first, begin), raw.tell())
+            last = batch
+    if last is not None and "\n" in str(last.column(last.num_columns - 1)[-1]) and not _ends_quoted(file):
+        raise DataError(
+            "a quote is not closed: the rest of the file would be one value",
+            where=f"{file}, row {at}",
+            remedy="close it; a quote in a quoted value is written twice",
+        )
+
+
+def _ends_quoted(file: Path) -> bool:
+    """Return whether the last value of a file ends in a quote, so that the ends of lines in it are its own."""
+    end = b""
+    with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
+        while read := stream.read(BLOCK_BYTES):
+            end = (end + read).rstrip()[-1:]
+    return end == b'"'
 
 
 def _schema(file: Path, whole: bool) -> pa.Schema:
@@ -85,8 +104,7 @@ def _schema(file: Path, whole: bool) -> pa.Schema:
 
 def _schema_by(file: Path, whole: bool, size: int) -> pa.Schema:
     found: dict[str, pa.DataType | None] = {}
-    with _opened(file, size) as (_, batches):
-        names: list[str] = batches.schema.names
+    with _opened(file, size) as (_, names, batches):
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise DataError(f"column '{twice}' is there twice", where=str(file), remedy="give each its own name")
@@ -164,30 +182,77 @@ def _typed(table: pa.Table, schema: pa.Schema, file: Path) -> pa.Table:
 
 
 @contextmanager
-def _opened(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, pa.csv.CSVStreamingReader]]:
-    """Open a file; yield it, and its rows as text, in blocks of so many bytes.
+def _opened(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, list[str], Iterator[pa.RecordBatch]]]:
+    """Open a file; yield it, the names of its columns, and its rows as text, in blocks of so many bytes.
 
     Raises `_LongRow` if a block holds no whole row, and `DataError` if the file cannot be read.
     """
     parsing = pa.csv.ParseOptions(delimiter=_delimiter(file), newlines_in_values=True)
     reading = pa.csv.ReadOptions(block_size=size)
     try:
-        with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
-            first = pa.csv.open_csv(stream, reading, parsing).schema.names
-        as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(first, pa.string()))
-        with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
-            yield raw, pa.csv.open_csv(stream, reading, parsing, as_text)
+        with _stream(file, size) as (_, stream):
+            names: list[str] = pa.csv.open_csv(pa.PythonFile(stream, "r"), reading, parsing).schema.names
+        as_text = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
+        with _stream(file, size) as (raw, stream):
+            yield raw, names, stream.freed_by(pa.csv.open_csv(pa.PythonFile(stream, "r"), reading, parsing, as_text))
     except pa.ArrowInvalid as error:
         raise _fault(file, error) from None
     except OSError as error:
         raise DataError(f"cannot be read: {first_line(error)}", where=str(file)) from error
 
 
+@contextmanager
+def _stream(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, _FewAhead]]:
+    with pa.OSFile(str(file)) as raw, pa.input_stream(raw, compression=compression_of(file)) as stream:
+        few = _FewAhead(stream, max(3, _AHEAD_BYTES // size))
+        try:
+            yield raw, few
+        finally:
+            few.end()
+
+
+class _FewAhead:
+    """A stream of which few blocks are read before their rows are taken; Arrow would read 32 of any size."""
+
+    closed = False
+
+    def __init__(self, stream: pa.NativeFile, blocks: int) -> None:
+        self._stream = stream
+        self._blocks = blocks
+        self._free = threading.Semaphore(blocks)
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def readable(self) -> bool:
+        """Return True: Arrow asks."""
+        return True
+
+    def read(self, size: int) -> bytes:
+        """Return the next bytes, once the rows of earlier blocks are taken."""
+        # A block without rows is never taken: after a second the next is read in any case.
+        self._free.acquire(timeout=1)
+        with self._lock:
+            read: bytes = b"" if self._ended else self._stream.read(size)
+        return read
+
+    def freed_by(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows that Arrow makes of this stream; each that is taken lets one more block be read."""
+        for batch in batches:
+            yield batch
+            self._free.release()
+
+    def end(self) -> None:
+        """Read nothing more, and let nobody wait."""
+        with self._lock:
+            self._ended = True
+        self._free.release(self._blocks)
+
+
 def _fault(file: Path, error: pa.ArrowInvalid) -> DataError:
     text = first_line(error)
     if "straddl" in text:
-        what = f"a row is longer than {_BLOCKS[-1] >> 30} GiB"
-        return _LongRow(what, str(file), remedy="write the rows as JSON Lines or Parquet, or shorten this one")
+        what = f"a row is longer than {_BLOCKS[-1] >> 20} MiB, or has a quote that is not closed"
+        return _LongRow(what, str(file), remedy="close the quote, or write the rows as JSON Lines or Parquet")
     if "Empty CSV file" in text:
         return DataError(
             "is empty", str(file), expected="a line with the names of the columns", remedy="write it, or move the file"

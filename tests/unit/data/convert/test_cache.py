@@ -29,6 +29,28 @@ def test_the_first_of_these_folders_is_used(tmp_path: Path, monkeypatch: pytest.
     assert default_cache() == tmp_path / "own" / "data"
 
 
+def test_a_relative_folder_is_refused_and_the_home_folder_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("RAYTRAIN_CACHE", "~/own")
+    assert default_cache() == tmp_path / "own" / "data"
+    monkeypatch.setenv("RAYTRAIN_CACHE", "own")
+    with pytest.raises(DataError, match="RAYTRAIN_CACHE=own: is a relative path"):
+        default_cache()
+
+
+def test_the_temporary_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache, "_writable", lambda folder: False)
+    assert (default_cache().parent.stat().st_mode & 0o777) == 0o700
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    (tmp_path / f"raytrain_plus-{mine + 1}").mkdir()
+    with pytest.raises(DataError, match="belongs to another user"):
+        default_cache()
+
+
 @pytest.mark.parametrize("home", ["none", "a file", "read-only"])
 def test_without_a_home_that_can_be_written_to_it_is_below_the_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str

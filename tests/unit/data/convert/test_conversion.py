@@ -409,7 +409,42 @@ def test_a_long_value_of_a_csv_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     write_csv(tmp_path / "b.csv", [{"n": n, "t": "x" * (1 << 21 if n == 1500 else 5)} for n in range(3000)])
     with pytest.raises(DataError, match="a row is longer than") as caught:
         convert(tmp_path, "b.csv")
-    assert caught.value.where == str(tmp_path / "b.csv")
+    assert caught.value.where == f"{tmp_path / 'b.csv'}, row 1501"
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
+@pytest.mark.parametrize("at", [2, 2990])
+def test_a_quote_that_is_not_closed_takes_no_rows_with_it(tmp_path: Path, small: None, name: str, at: int) -> None:
+    text = ["n,t", *(f"{n},{'x' * 20}" for n in range(3000))]
+    text[at] = f'{at - 1},"xx'
+    rows = ("\n".join(text) + "\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith(".gz") else rows)
+    with pytest.raises(DataError, match="a quote is not closed") as caught:
+        dataset(tmp_path / name, cache=tmp_path / "cache")
+    assert caught.value.where == f"{tmp_path / name}, row {at}"
+    # The remedy.
+    text[at] += '"'
+    rows = ("\n".join(text) + "\n").encode()
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith(".gz") else rows)
+    assert dataset(tmp_path / name, cache=tmp_path / "cache").rows == 3000
+
+
+def test_larger_blocks_are_not_read_far_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_rows, "_AHEAD_BYTES", 0)
+    write_csv(tmp_path / "a.csv", [{"n": n, "t": "x" * 100} for n in range(40_000)])
+    taken = 0
+    with csv_rows._opened(tmp_path / "a.csv", 100_000) as (raw, _, batches):
+        for batch in batches:
+            time.sleep(0.01)
+            assert raw.tell() <= taken + 4 * 100_000
+            taken += batch.nbytes
+    assert taken > 40_000 * 100
+
+
+def test_a_value_may_end_in_an_end_of_line(tmp_path: Path) -> None:
+    for end in ("", "\n", " \r\n"):
+        (tmp_path / "a.csv").write_bytes(b'n,t\n1,x\n2,"y\n"' + end.encode())
+        assert pq.read_table(convert(tmp_path, "a.csv")).num_rows == 2
 
 
 def test_a_value_of_nine_mebibytes_is_read(tmp_path: Path) -> None:

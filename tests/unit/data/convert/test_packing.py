@@ -331,6 +331,16 @@ def test_the_same_documents_packed_by_another_column_are_other_data(tmp_path: Pa
     }
     assert rows(made["text"]) != rows(made["more"])
     assert made["text"].fingerprint != made["more"].fingerprint
+    again = packed_again(made["more"].documents, made["more"].packed)
+    assert again.fingerprint == made["more"].fingerprint
+
+
+def test_types_that_are_read_otherwise_change_no_rows_that_are_packed(tmp_path: Path, saved: Path) -> None:
+    """A run that is resumed finds the rows that it began with, whoever narrows a column beside the documents."""
+    with (tmp_path / "a.jsonl").open("w") as out:
+        out.writelines(json.dumps({"text": text, "score": 0.5}) + "\n" for text in TEXTS)
+    wished = job_of(saved, path=str(tmp_path / "a.jsonl"), pack=16)
+    assert training_data(wished, []).fingerprint == training_data(wished, [], older=True).fingerprint
 
 
 REFUSED: list[tuple[dict[str, Any], bool, str]] = [
