@@ -24,7 +24,13 @@ class Imports:
 def imports_of(plan: Plan) -> Imports:
     """Return the modules that a worker with that plan loads, in order."""
     job = plan.job
-    modules = ["raytrain_plus.workers.worker", "raytrain_plus.data.reading.stream"]
+    # A worker, which also imports this module, has not loaded it yet.
+    from raytrain_plus.data.of_job import keeps_rows
+
+    modules = ["raytrain_plus.workers.worker"]
+    if not (keeps_rows(job, plan.index) and plan.index.on_a_disk):
+        # What is kept and near is read without Ray Data, unless steps wait for it.
+        modules.append("raytrain_plus.data.reading.stream")
     if plan.collective == "horovod":
         modules.insert(0, "horovod.torch")
     if job.parallel.pipeline > 1:

@@ -31,8 +31,10 @@ from raytrain_plus.workers.messages import Assignment, ShareOf
 COLLECTIVE_S = 3600.0
 """Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
 
+FIRST_STANDBY_S = 10.0
+"""Seconds from the first view to the start of its standbys: a run that ends before needs none, and keeps its pace."""
 STANDBY_S = 3.0
-"""Seconds from a view to the start of its standbys: workers that are about to join come first."""
+"""Those from any other view: workers that are about to join come first."""
 
 Addresses = frozenset[tuple[str, int]]
 
@@ -89,6 +91,8 @@ class Formation:
     best: EarlyStop | KeepBest | None
     """The setting whose metric decides the best state."""
     _now: _Worlds | None = field(default=None, init=False)
+    _formed: bool = field(default=False, init=False)
+    """Whether there was a view before."""
 
     def join(self, command: e.Join) -> None:
         """Form the worlds of a view, and have its members train in them."""
@@ -152,7 +156,8 @@ class Formation:
             if name not in names and not worker.leaving and worker.state in ("idle", "warming_up")
         ]
         self.replication.formed()
-        self.loop.later(STANDBY_S, partial(self._stand_by, view))
+        self.loop.later(STANDBY_S if self._formed else FIRST_STANDBY_S, partial(self._stand_by, view))
+        self._formed = True
         counts = self.partitions.parameters(view)
         self.journal.formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,

@@ -37,9 +37,8 @@ from raytrain_plus.data.reading.shard_rows import ShardRows
 from raytrain_plus.data.reading.transform_block import Rows
 from raytrain_plus.data.reading.unusable import faults_of, joined
 from raytrain_plus.data.sources.row_names import file_and_row
-from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import TrainingError, WaitExpired
-from raytrain_plus.storage.place import RemotePath, place_of
 
 PREFETCH_STEPS = 4
 """Steps whose batches are prepared ahead."""
@@ -123,7 +122,7 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = self._keep_units and all(map(_on_a_disk, rows.index.sources or (rows.index,)))
+        self._near = self._keep_units and rows.index.on_a_disk
         """Whether units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
@@ -420,7 +419,3 @@ def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> 
             pending, have = [whole.slice(full)], have - full
     if have:
         yield from cut(joined(pending), microbatch_rows, collate)
-
-
-def _on_a_disk(index: Index) -> bool:
-    return index.items is None and not isinstance(place_of(index.root), RemotePath)

@@ -119,6 +119,13 @@ class Index:
     """Columns whose values are the names of the files' folders, one row a file: see `data.paths.path_columns`."""
 
     @property
+    def on_a_disk(self) -> bool:
+        """Whether all its rows are in files of this machine."""
+        return all(
+            one.items is None and not isinstance(place_of(one.root), RemotePath) for one in self.sources or (self,)
+        )
+
+    @property
     def named(self) -> str:
         """The path by which the user knows the data."""
         return self.path if self.origin is None else self.origin.path

@@ -13,7 +13,7 @@ import pytest
 from raytrain_plus.controller.checkpoints.restoring import RESTORE_AGAIN_S
 from raytrain_plus.controller.controller_actor import UNHEARD_S, drives
 from raytrain_plus.controller.event_loop import VACANT_S
-from raytrain_plus.controller.group.formation import STANDBY_S
+from raytrain_plus.controller.group.formation import FIRST_STANDBY_S, STANDBY_S
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.group.model_hand_over import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
 from raytrain_plus.controller.group.nodes import Draining, NodeLost
@@ -116,8 +116,9 @@ def test_a_lost_worker_is_replaced_by_the_others_at_once(started: Started) -> No
 
 def test_the_place_of_a_dead_process_is_kept_for_a_moment(started: Started) -> None:
     run = started(A, B)
-    assert not run.workers.stood_by, "newcomers come first"
     run.turn(STANDBY_S)
+    assert not run.workers.stood_by, "the first steps keep their pace"
+    run.turn(FIRST_STANDBY_S - STANDBY_S)
     assert run.workers.stood_by == {A: "n", B: "n"}
     run.workers.die(B, KILLED)
     run.turn()

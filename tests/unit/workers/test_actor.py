@@ -63,11 +63,15 @@ def test_calls_wait_until_a_standby_has_become_a_worker() -> None:
 
 
 THREADS = """
-import os, sys, types
+import os, sys, threading, types
 from raytrain_plus.workers import worker_actor as actor
 
 def variable(*_):
     return os.environ["OMP_NUM_THREADS"]
+
+def waits_for_others():
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    return (own, os.getpriority(os.PRIO_PROCESS, os.getpid()) < 19)
 
 def called(method, *arguments):
     # Ray sets it for each call, unless the process was started with it.
@@ -82,7 +86,7 @@ class Module:
         return lambda name, broken: types.SimpleNamespace(threads=variable)
 
 given = "OMP_NUM_THREADS" in os.environ
-actor.import_all = lambda imports: print("load", variable())
+actor.import_all = lambda imports: print("load", variable(), waits_for_others())
 standby = actor.WorkerActor(cpus=float(sys.argv[1]))
 sys.modules["raytrain_plus.workers.worker"] = Module()
 called(standby.load, None)
@@ -109,7 +113,7 @@ def test_a_standby_has_the_threads_of_a_worker(given: str, cpus: float, threads:
         timeout=60,
         env={**others, **({"OMP_NUM_THREADS": given} if given else {})},
     )
-    expected = f"load {threads}\nworker {threads}\ncall {threads}\n"
+    expected = f"load {threads} (19, True)\nworker {threads}\ncall {threads}\n"
     assert (told.returncode, told.stdout) == (0, expected), told.stderr
 
 
