@@ -32,7 +32,7 @@ NAMED = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class ReportedColumn:
     """A column of the data."""
 
     name: str
@@ -55,7 +55,7 @@ class DataReport:
     converted: str | None
     """The folder of the converted data; None for Parquet."""
     rows: int
-    columns: tuple[Column, ...]
+    columns: tuple[ReportedColumn, ...]
     row_groups: int
     fewest: int
     """Rows of the shortest row group."""
@@ -117,7 +117,7 @@ class DataReport:
         return said
 
 
-def _more(column: Column, report: DataReport) -> str:
+def _more(column: ReportedColumn, report: DataReport) -> str:
     more = f"; {plural(column.nulls, 'null')} in {plural(report.looked_at, 'row')}" if column.nulls else ""
     if column.items is None:
         return more
@@ -170,14 +170,14 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
     )
 
 
-def _column(table: pa.Table, name: str) -> Column:
+def _column(table: pa.Table, name: str) -> ReportedColumn:
     column = table.column(name)
     values = tuple(_short(value) for value in column.slice(0, SHOWN).to_pylist())
     items, longest = None, None
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         lengths = pc.list_value_length(column)
         items, longest = float(pc.mean(lengths).as_py() or 0), int(pc.max(lengths).as_py() or 0)
-    return Column(
+    return ReportedColumn(
         name=name, type=str(column.type), nulls=column.null_count, values=values, items=items, longest=longest
     )
 

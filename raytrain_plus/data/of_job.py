@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raytrain_plus.data.order.mixed_order import AnyOrder, MixedOrder
 from raytrain_plus.data.order.sample_order import SampleOrder, read_factor, steps_of_epochs
-from raytrain_plus.data.reading.transform_block import Rows, Transform
+from raytrain_plus.data.reading.transform_block import RowReader, Transform
 from raytrain_plus.data.sources.source import Index
 from raytrain_plus.data.values.images import DecodeImages
 from raytrain_plus.data.values.tokens import Tokenized
@@ -137,7 +137,7 @@ def read_factor_of(sample_order: AnyOrder, data: Index) -> float | None:
     return sum(factor * units for factor, units in found) / sum(units for _, units in found) if found else None
 
 
-def rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
+def rows_of(job: Job, data: Index, transform: Transform | None) -> RowReader:
     """Return what reads the rows that the job trains on."""
     return _rows(job, data, sample_order_of(job, data), transform)
 
@@ -147,13 +147,13 @@ def keeps_rows(job: Job, data: Index) -> bool:
     return job.data.transform is None and rows_of(job, data, None).fit(job.data.cache_mb)
 
 
-def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> Rows:
+def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> RowReader:
     """Return what reads the held-out rows."""
     return _rows(job, data, evaluation_order_of(job, data), transform)
 
 
-def _rows(job: Job, data: Index, sample_order: AnyOrder, transform: Transform | None) -> Rows:
-    return Rows(
+def _rows(job: Job, data: Index, sample_order: AnyOrder, transform: Transform | None) -> RowReader:
+    return RowReader(
         index=data,
         sample_order=sample_order,
         seed=job.seed,

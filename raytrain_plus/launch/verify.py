@@ -42,7 +42,7 @@ CULPRITS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ComparedRun:
     """One run of the first steps."""
 
     workers: int
@@ -71,7 +71,7 @@ class Comparison:
 
     name: str
     steps: int
-    trials: tuple[Trial, ...]
+    trials: tuple[ComparedRun, ...]
     differs: str
     """The first difference, in words; empty if there is none."""
 
@@ -184,7 +184,7 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 
 
-def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequence[Path]) -> Trial:
+def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequence[Path]) -> ComparedRun:
     # With fewer workers than a model replica has stages, use fewer stages.
     stages = min(job.parallel.pipeline, size)
     sized = replace(
@@ -202,7 +202,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     if result.status != "finished":
         raise RunError(f"the run on {plural(size, 'worker')} {result.status}: {result.error or 'by a signal'}")
     assert result.state_sha256 is not None
-    return Trial(
+    return ComparedRun(
         workers=_present(run_folder).most,
         to_form=size_table(sized).formed[size].size,
         to_kill=kills,
@@ -215,7 +215,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     )
 
 
-def _same(one: Trial, other: Trial) -> bool:
+def _same(one: ComparedRun, other: ComparedRun) -> bool:
     # Compare as text, so that NaN equals NaN.
     return repr((one.state_sha256, one.losses, one.metrics)) == repr((other.state_sha256, other.losses, other.metrics))
 
@@ -223,8 +223,8 @@ def _same(one: Trial, other: Trial) -> bool:
 def _first_difference(
     job: Job,
     folder: Path,
-    one: Trial,
-    other: Trial,
+    one: ComparedRun,
+    other: ComparedRun,
     pair: tuple[tuple[int, int], tuple[int, int]],
     roots: Sequence[Path],
     tell: Callable[[str], None],

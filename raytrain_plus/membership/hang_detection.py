@@ -57,7 +57,7 @@ class Pulse:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HangVerdict:
     """The conclusion drawn from all pulses."""
 
     hung: Mapping[str, str]
@@ -72,7 +72,7 @@ def judge(
     holders: Collection[Collection[str]],
     hang_s: float,
     now: float,
-) -> Verdict:
+) -> HangVerdict:
     """Return which workers hang. `inside`: the current generation's members; `hang_s`: `elastic.hang_timeout_s`.
 
     `holders`: for each stage, the workers that may have its newest state; they are not all given up before another
@@ -81,12 +81,12 @@ def judge(
     wrong = {name: found for name, pulse in pulses.items() if (found := _wrong(pulse, hang_s, now))}
     lost = _given_up({name: over_s for name, (over_s, _) in wrong.items()}, holders)
     if lost or not inside:
-        return Verdict({name: wrong[name][1] for name in lost})
+        return HangVerdict({name: wrong[name][1] for name in lost})
     stuck = all(
         name in pulses and pulses[name].doing in ("collective", "leaving") and pulses[name].lasted_s > hang_s
         for name in inside
     )
-    return Verdict({}, stuck)
+    return HangVerdict({}, stuck)
 
 
 def _given_up(late_s: Mapping[str, float], holders: Collection[Collection[str]]) -> list[str]:

@@ -66,7 +66,7 @@ Donor = tuple[str, Stage]
 """A worker, and a stage that it holds or of which it keeps a copy."""
 
 
-class Place(NamedTuple):
+class Seat(NamedTuple):
     """A worker's coordinates in the shape of its group."""
 
     replica: int
@@ -95,15 +95,15 @@ class Shape:
         """The number of seats."""
         return math.prod(self.sizes)
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[Seat]:
         """Return the place of every seat, in order: the last coordinate changes first.
 
         >>> Shape(2, 3).places()[4]
-        Place(replica=1, stage=1, tensor_rank=0)
+        Seat(replica=1, stage=1, tensor_rank=0)
         """
-        return list(starmap(Place, product(*map(range, self.sizes))))
+        return list(starmap(Seat, product(*map(range, self.sizes))))
 
-    def place(self, seat: int) -> Place:
+    def place(self, seat: int) -> Seat:
         """Return the place of a seat."""
         return self.places()[seat]
 
@@ -130,7 +130,7 @@ class Shape:
         >>> Shape(3, 2).lines("replica"), Shape(3, 2).lines("stage", "tensor_rank")
         ([(0, 2, 4), (1, 3, 5)], [(0, 1), (2, 3), (4, 5)])
         """
-        found: dict[Place, list[int]] = {}
+        found: dict[Seat, list[int]] = {}
         for seat, place in enumerate(self.places()):
             found.setdefault(place._replace(**dict.fromkeys(axes, 0)), []).append(seat)
         return list(map(tuple, found.values()))

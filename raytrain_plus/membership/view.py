@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytrain_plus.membership.mesh import Place, Shape
+from raytrain_plus.membership.mesh import Seat, Shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +13,7 @@ class Member:
     """One worker's place in a view."""
 
     worker: str
-    place: Place
+    place: Seat
     shards: tuple[int, ...]
 
 

@@ -16,7 +16,7 @@ are cut each by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class StateTensor:
     """One tensor of the state."""
 
     name: str

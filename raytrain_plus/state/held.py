@@ -9,27 +9,27 @@ from functools import cached_property
 import torch
 
 from raytrain_plus.membership.pieces import Piece, Pieces, split
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.named import entry_of
-from raytrain_plus.state.rows import Rows, whole_name
+from raytrain_plus.state.weight_rows import WeightRows, whole_name
 
 
 @dataclass(frozen=True)
 class HeldRows:
     """The rows of weights that a worker changes, and how many rows each weight has; see `rows`."""
 
-    owned: Sequence[Rows]
+    owned: Sequence[WeightRows]
     units: Mapping[str, int]
 
     @cached_property
-    def by_weight(self) -> Mapping[str, Sequence[Rows]]:
+    def by_weight(self) -> Mapping[str, Sequence[WeightRows]]:
         """Those of each weight that has any."""
-        found: dict[str, list[Rows]] = {}
+        found: dict[str, list[WeightRows]] = {}
         for rows in self.owned:
             found.setdefault(rows.weight, []).append(rows)
         return found
 
-    def of(self, weight: str) -> Sequence[Rows]:
+    def of(self, weight: str) -> Sequence[WeightRows]:
         """Return those of one weight."""
         return self.by_weight.get(weight, ())
 
@@ -53,11 +53,11 @@ class HeldTensor:
         return tuple(self.value.shape) if whole else (self.count, *self.value.shape[1:])
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> StateTensor:
         """The entry of the whole tensor, of which a worker has these rows."""
         held = entry_of(self.name, self.value)
         size = self.value.nbytes * self.count // max(1, self.last - self.first)
-        return Entry(
+        return StateTensor(
             name=self.name,
             dtype=held.dtype,
             shape=self.shape,

@@ -19,7 +19,7 @@ from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.entry import Cut
 from raytrain_plus.state.json_tree import Json, from_json, to_json
-from raytrain_plus.state.rows import parse_rows, weight_of
+from raytrain_plus.state.weight_rows import parse_rows, weight_of
 
 Named = TypeVar("Named", bound=torch.Tensor)
 

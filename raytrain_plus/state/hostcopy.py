@@ -17,11 +17,11 @@ from raytrain_plus.state.held import HeldRows, HeldTensor, held_tensors, of_weig
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.json_tree import Json
 from raytrain_plus.state.named import bytes_of, dtype_name
-from raytrain_plus.state.rows import first_rows
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.stored.checkpoint import Copy
 from raytrain_plus.state.stored.shares import MOST_BYTES, share_of
 from raytrain_plus.state.transfer import Array, Snapshot
+from raytrain_plus.state.weight_rows import first_rows
 
 
 class HostMemory:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import StateTensor
 
 
 def named_state(
@@ -65,11 +65,11 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def entry_of(name: str, tensor: torch.Tensor) -> Entry:
+def entry_of(name: str, tensor: torch.Tensor) -> StateTensor:
     """Return the entry of a tensor of the state."""
     scalar = b"" if tensor.dim() else bytes_of(tensor.cpu().to(torch.float64)).numpy().tobytes()
     size = tensor.numel() * tensor.element_size()
-    return Entry(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), size=size, scalar=scalar)
+    return StateTensor(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), size=size, scalar=scalar)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_plus.membership.slice_names import number_of_unit, whole_weight
-from raytrain_plus.state.entry import Cut, Entry
-from raytrain_plus.state.rows import Packed
+from raytrain_plus.state.entry import Cut, StateTensor
+from raytrain_plus.state.weight_rows import Packed
 
 
 def name_of_whole(name: str) -> str:
@@ -77,10 +77,10 @@ def joined(tensors: Mapping[str, Packed], cuts: Mapping[str, Cut]) -> dict[str, 
 class Joining:
     """Yields the tensors of a model whole, of which a state has some in slices: each once its last slice has come."""
 
-    def __init__(self, entries: Mapping[str, Entry], exported: Collection[str]) -> None:
+    def __init__(self, entries: Mapping[str, StateTensor], exported: Collection[str]) -> None:
         """Join those of these entries that are `exported`; they come in the order of `entries`."""
         self._exported = exported
-        self._wholes: dict[str, list[Entry]] = {}
+        self._wholes: dict[str, list[StateTensor]] = {}
         """The slices of each tensor that has any, in order."""
         for name, entry in entries.items():
             if name in exported and entry.cut is not None:
@@ -90,7 +90,7 @@ class Joining:
         self._come: dict[str, dict[str, bytearray]] = {}
         self._entries = entries
 
-    def model(self) -> list[Entry]:
+    def model(self) -> list[StateTensor]:
         """Return what the file holds, in the order in which `add` yields it."""
         found = []
         for name in self._entries:
@@ -103,7 +103,7 @@ class Joining:
                 found.append(_whole(name_of_whole(name), slices))
         return found
 
-    def add(self, entry: Entry, data: Any) -> Iterator[Any]:
+    def add(self, entry: StateTensor, data: Any) -> Iterator[Any]:
         """Yield what can be written once these bytes of a tensor have come, which follow those before."""
         if entry.name not in self._exported:
             return
@@ -119,11 +119,11 @@ class Joining:
             yield join([come[one.name] for one in slices], slices[0].rows, entry.cut)
 
 
-def _whole(name: str, slices: Sequence[Entry]) -> Entry:
+def _whole(name: str, slices: Sequence[StateTensor]) -> StateTensor:
     first = slices[0]
     assert first.cut is not None, "it is a slice"
     shape = shape_of_whole(first.shape, first.cut, len(slices))
-    return Entry(name=name, dtype=first.dtype, shape=shape, size=first.size * len(slices), also=first.also)
+    return StateTensor(name=name, dtype=first.dtype, shape=shape, size=first.size * len(slices), also=first.also)
 
 
 def _number(name: str) -> int:

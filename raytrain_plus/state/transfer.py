@@ -17,7 +17,7 @@ import xxhash
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state import rows
+from raytrain_plus.state import weight_rows
 from raytrain_plus.state.entry import OF_MODEL
 from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
 from raytrain_plus.state.json_tree import from_json
@@ -63,16 +63,16 @@ def take_rows(
 ) -> Snapshot:
     """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
 
-    `units`, `masters`: see `rows.assemble`. `with_values`: with the values of the rows by themselves, which may be
-    newer than those in the weights of other workers.
+    `units`, `masters`: see `weight_rows.assemble`. `with_values`: with the values of the rows by themselves, which may
+    be newer than those in the weights of other workers.
     """
     everything_here = undigested(step, holding, everything)
     tree = json.loads(everything_here.values)
-    tensors, optimizer = rows.restrict(everything_here.tensors, tree, pieces, units, masters)
+    tensors, optimizer = weight_rows.restrict(everything_here.tensors, tree, pieces, units, masters)
     same = own_tensors(everything_here.tensors, wanted)
-    tensors = {name: packed for name, packed in same.items() if not rows.is_sharded(name, masters)} | tensors
+    tensors = {name: packed for name, packed in same.items() if not weight_rows.is_sharded(name, masters)} | tensors
     if with_values:
-        tensors |= rows.values_of(everything_here.tensors, pieces, units, masters)
+        tensors |= weight_rows.values_of(everything_here.tensors, pieces, units, masters)
     return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
 
 
@@ -125,18 +125,19 @@ def with_rows(
 ) -> Snapshot:
     """Return a state with these rows, without the layers `others`, out of parts that together have it.
 
-    `units`, `masters`: see `rows.assemble`. What is the same on all workers comes from the first part that has it.
+    `units`, `masters`: see `weight_rows.assemble`. What is the same on all workers comes from the first part that
+    has it.
     """
     trees = [json.loads(part.values) for part in parts]
-    tensors, optimizer = rows.assemble(
+    tensors, optimizer = weight_rows.assemble(
         [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, units, masters
     )
     alike: dict[str, Packed] = {}
     for part in parts:
         for name, packed in part.tensors.items():
-            if not rows.is_sharded(name, masters):
+            if not weight_rows.is_sharded(name, masters):
                 alike.setdefault(name, packed)
-    same = rows.put_values(own_tensors(alike, all_but(others)), units)
+    same = weight_rows.put_values(own_tensors(alike, all_but(others)), units)
     tree = own_tree(whole_tree(trees), all_but(others)) | optimizer
     return Snapshot(parts[0].step, same | tensors, json.dumps(tree).encode(), "")
 

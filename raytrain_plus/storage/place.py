@@ -37,7 +37,7 @@ _PERMANENT = re.compile(r"NO_SUCH_|HTTP status 40[04]|CRC checksum|thrift|end of
 """Parts of pyarrow's messages for what a second attempt does not change; it has no error types for them."""
 
 
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """The description of a name in a store."""
 
     is_file: bool
@@ -69,7 +69,7 @@ class RemotePath:
     parts: tuple[str, ...]
     settings: str = ""
     """pyarrow's settings, with the `?` before them."""
-    entry: Entry | None = field(default=None, compare=False, repr=False)
+    entry: StoreEntry | None = field(default=None, compare=False, repr=False)
     """Its description, if a listing has given one."""
 
     def __str__(self) -> str:
@@ -121,10 +121,10 @@ class RemotePath:
             raise ValueError(f"{self} is not below {folder}")
         return PurePosixPath(*self.parts[count:])
 
-    def look(self) -> Entry | None:
+    def look(self) -> StoreEntry | None:
         """Ask the store what is there; None if nothing is."""
 
-        def ask() -> Entry | None:
+        def ask() -> StoreEntry | None:
             system, path = self._opened()
             return _entry_of(system.get_file_info(path))
 
@@ -240,12 +240,12 @@ def _system(root: str) -> tuple[fs.FileSystem, str]:
     return system, top.rstrip("/")
 
 
-def _entry_of(info: Any) -> Entry | None:
+def _entry_of(info: Any) -> StoreEntry | None:
     from pyarrow import fs
 
     if info.type == fs.FileType.NotFound:
         return None
-    return Entry(info.type == fs.FileType.File, info.size or 0, info.mtime_ns or 0)
+    return StoreEntry(info.type == fs.FileType.File, info.size or 0, info.mtime_ns or 0)
 
 
 def _below(folder: str, path: str) -> Iterable[str]:

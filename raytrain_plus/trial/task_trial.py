@@ -21,7 +21,7 @@ from torch import nn
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.first_rows import first_rows, microbatch_of
 from raytrain_plus.data.reading.microbatches import Microbatch, microbatch_rows
-from raytrain_plus.data.reading.transform_block import Rows, without_ids
+from raytrain_plus.data.reading.transform_block import RowReader, without_ids
 from raytrain_plus.data.reading.unusable import joined, usable
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import RaytrainError, TaskError, TrainingError
@@ -143,7 +143,7 @@ def check_signatures(task: Task) -> None:
             ) from None
 
 
-def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> Trial:
+def try_on_cpu(job: Job, cls: type[Task], rows: RowReader, held_out: RowReader | None) -> Trial:
     """Try a task of that class on this machine's CPU, with as many threads as a worker has.
 
     Raises the errors of `try_task`.
@@ -162,7 +162,7 @@ def try_on_cpu(job: Job, cls: type[Task], rows: Rows, held_out: Rows | None) -> 
         torch.set_num_threads(threads)
 
 
-def _shard_cost(job: Job, cls: type[Task], rows: Rows) -> ShardCost | None:
+def _shard_cost(job: Job, cls: type[Task], rows: RowReader) -> ShardCost | None:
     """Return the cost of a shard on this machine's CPU; None if the task cannot make such steps."""
     task = task_of(job, cls, rows.sample_order.steps)
     steps = whole_steps(build_state(job, task, torch.device("cpu")), skip_nonfinite=True)
@@ -182,8 +182,8 @@ def try_task(
     job: Job,
     cls: type[Task],
     device: torch.device,
-    rows: Rows,
-    held_out: Rows | None,
+    rows: RowReader,
+    held_out: RowReader | None,
     rules: Mapping[str, bool] = NEW_RULES,
 ) -> Trial:
     """Try a new task of that class, whole or in the layers of which a job in stages makes them.
@@ -207,8 +207,8 @@ def try_whole(
     job: Job,
     task: Task,
     device: torch.device,
-    rows: Rows,
-    held_out: Rows | None,
+    rows: RowReader,
+    held_out: RowReader | None,
     room: int,
     size: StateSize | None = None,
     *,
@@ -326,8 +326,8 @@ def try_layers(
     job: Job,
     task: Task,
     device: torch.device,
-    rows: Rows,
-    held_out: Rows | None,
+    rows: RowReader,
+    held_out: RowReader | None,
     room: int = 0,
     size: StateSize | None = None,
     *,
@@ -515,7 +515,7 @@ def _speaker(task: Task, error: BaseException) -> str:
 
 
 def _footprint(
-    job: Job, task: Task, state: TrainState, rows: Rows, device: torch.device, size: StateSize | None
+    job: Job, task: Task, state: TrainState, rows: RowReader, device: torch.device, size: StateSize | None
 ) -> tuple[Footprint, float] | None:
     """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
@@ -547,7 +547,7 @@ def _footprint(
         state.restore_buffers()
 
 
-def _batch(job: Job, task: Task, rows: Rows, count: int) -> Microbatch:
+def _batch(job: Job, task: Task, rows: RowReader, count: int) -> Microbatch:
     """Return the first `count` rows as a microbatch."""
     table = first_rows(rows, count)
     with explained(job, task, without_ids(table)):

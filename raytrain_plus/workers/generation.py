@@ -37,7 +37,7 @@ from raytrain_plus.training.exchange.remarks import (
     woken,
 )
 from raytrain_plus.training.exchange.step_records import Evaluated, Remark, StepRecord
-from raytrain_plus.training.exchange.thread_control import Control, Place
+from raytrain_plus.training.exchange.thread_control import Control, RowSpan
 from raytrain_plus.training.passes.pipedream import PipeDream
 from raytrain_plus.training.passes.stage import replica_stage
 from raytrain_plus.training.passes.synchronous import Synchronous
@@ -86,7 +86,7 @@ class Generation:
         """How it makes its steps, once it has joined."""
         self._in_step: int | None = None
         """The step in which training has ended, if inside of one."""
-        self._place: Place | None = None
+        self._place: RowSpan | None = None
         """The rows that it then computed with, or read."""
         self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
         self._profiling = profiling_of(worker, prepared, assignment, self._reporter.tell)

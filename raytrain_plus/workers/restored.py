@@ -11,11 +11,11 @@ from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.finite import as_tensors, not_finite
 from raytrain_plus.state.holding import class_differences, model_state, rows_held, settings_kept
 from raytrain_plus.state.named import dtype_name
-from raytrain_plus.state.rows import is_sharded, parse_rows, renamed, whole_name
 from raytrain_plus.state.stages import all_but, own_tensors, own_tree
 from raytrain_plus.state.stored.checkpoint import read_tensors
 from raytrain_plus.state.stored.manifest import FOLDER, Manifest, StoredTensor, mismatch
 from raytrain_plus.state.transfer import Packed, Snapshot
+from raytrain_plus.state.weight_rows import is_sharded, parse_rows, renamed, whole_name
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.retry import retry
 from raytrain_plus.training.update.train_state import TrainState

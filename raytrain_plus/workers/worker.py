@@ -22,7 +22,7 @@ from raytrain_plus.errors import DataChanged, DeviceBroken, RaytrainError
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.training.exchange.step_records import Activity
@@ -180,7 +180,7 @@ class Worker:
         source = self._prepared.source
         return self._whole(lambda: source.has(step, stage))
 
-    def inventory(self, step: int, stage: Stage) -> list[Entry]:
+    def inventory(self, step: int, stage: Stage) -> list[StateTensor]:
         """Return the tensors of that stage's state after `step`.
 
         Raises `Interrupted` if this worker has neither that state nor an undamaged copy.

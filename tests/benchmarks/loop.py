@@ -31,7 +31,7 @@ from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.reading.transform_block import Rows, without_ids
+from raytrain_plus.data.reading.transform_block import RowReader, without_ids
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_task
@@ -138,7 +138,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     )
     seen = index(job.data.path)
     sample_order = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
+    rows = RowReader(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
@@ -173,7 +173,7 @@ def prepared(job: Any, shards: Sequence[int], collate: Any) -> list[list[Any]]:
     """Return the batches of each step, one per shard, collated beforehand: the rows that the platform gives it."""
     seen = index(job.data.path)
     sample_order = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
+    rows = RowReader(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     return [
         [
             collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(shard, step)]))

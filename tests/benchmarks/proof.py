@@ -27,7 +27,7 @@ import torch
 from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.data.ledger.ledger import NOTE, ROW_ID, row_ids
-from raytrain_plus.data.ledger.ledger_files import Parts
+from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.prepare import prepare
@@ -84,7 +84,7 @@ def bookkeeping(folder: Path) -> None:
         sent = to_digits(torch.from_numpy(header.encode(reports, SHARDS, header.Flags())), torch.float32)
         header.decode(from_digits(sent).numpy())
 
-    parts = Parts(LocalFolder(folder / "parts"))
+    parts = LedgerFiles(LocalFolder(folder / "parts"))
     made = np.zeros(SHARDS, NOTE).tobytes()
     start = time.perf_counter()
     for step in range(1000):
@@ -122,7 +122,7 @@ def audited(folder: Path) -> None:
     run.mkdir()
     (run / "job.yaml").write_text(asked.to_yaml())
     (run / "dataset.json").write_text(json.dumps(seen.to_json()))
-    parts = Parts(LocalFolder(run))
+    parts = LedgerFiles(LocalFolder(run))
     for step, notes in enumerate(_planned(seen, sample_order_of(asked, seen))):
         parts.add(0, step, notes.tobytes())
     parts.close()

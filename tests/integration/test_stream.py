@@ -18,7 +18,7 @@ from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.stream import Stream
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import index
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import noisy, write_data
@@ -56,7 +56,7 @@ def test_streamed_batches_are_those_read_directly(
     write_data(tmp_path, rows=3000, group=50)
     seen = index(tmp_path)
     line = SampleOrder(seen.unit_rows, shards=6, batch_size=60, seed=3, epochs=12)
-    rows = Rows(index=seen, sample_order=line, seed=3, transform=transform, block_rows=16)  # type: ignore[arg-type]
+    rows = RowReader(index=seen, sample_order=line, seed=3, transform=transform, block_rows=16)  # type: ignore[arg-type]
     streams: list[Stream] = []
 
     def stream(*args: object, **named: object) -> Stream:
@@ -94,7 +94,7 @@ def test_streamed_batches_are_those_read_directly(
 
 MEASURE = """
 import functools, sys, ray
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.sources.source import index
@@ -103,7 +103,7 @@ ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ER
          object_store_memory=300 << 20)
 seen = index(sys.argv[1])
 line = SampleOrder(seen.unit_rows, shards=2, batch_size=512, seed=0, epochs=1)
-rows = Rows(index=seen, sample_order=line, seed=0, transform=None, block_rows=1024)
+rows = RowReader(index=seen, sample_order=line, seed=0, transform=None, block_rows=1024)
 stream = functools.partial(Stream, node=ray.get_runtime_context().get_node_id(), roots=[])
 feed = Batches(rows, shards=(0, 1), first_step=0, microbatches=1, collate=lambda t: t.column("x").to_numpy().sum(),
                cache_mb=0, make_stream=stream)

@@ -17,7 +17,7 @@ from raytrain_plus.membership import events as e
 from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import PREPARE_S
-from raytrain_plus.state.rows import OF_ROWS
+from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from raytrain_plus.controller.record.event_feed import Followed
 from raytrain_plus.controller.record.incidents import Incidents, Recovery
 from raytrain_plus.controller.record.last_writes import LastWrites
 from raytrain_plus.controller.record.ownership import Ownership
-from raytrain_plus.controller.record.pending_steps import Gathered, optional_fields
+from raytrain_plus.controller.record.pending_steps import PendingSteps, optional_fields
 from raytrain_plus.controller.record.run_writers import Outlets
 from raytrain_plus.controller.record.stage_idle import Bubble, Drawing
 from raytrain_plus.controller.record.totals import Totals
@@ -86,7 +86,7 @@ class Journal:
         self._outlets = Outlets(run, clock, self._ownership, self.outages, self._followed, self.gauges)
         self._incidents = Incidents()
         self._bubble = Bubble()
-        self._gathered = Gathered()
+        self._gathered = PendingSteps()
         self._gpus = GpuUses()
         self._profile = StepProfile()
         self._remarked: set[str] = set()

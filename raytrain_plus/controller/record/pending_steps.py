@@ -8,7 +8,7 @@ from typing import Any
 from raytrain_plus.training.exchange.step_records import StepRecord
 
 
-class Gathered:
+class PendingSteps:
     """Fed with each member's record of a step; asked once, when the step is committed."""
 
     def __init__(self) -> None:

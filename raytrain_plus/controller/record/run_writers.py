@@ -10,7 +10,7 @@ from typing import Any
 from raytrain_plus.controller.record.event_feed import Followed
 from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.credentials import hide_credentials
-from raytrain_plus.data.ledger.ledger_files import Parts
+from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.run_events import EventLog
@@ -44,7 +44,7 @@ class Outlets:
         self._gauges = gauges
         self._early: list[dict[str, Any]] = []
         self._log: EventLog | None = None
-        self._parts: Parts | None = None
+        self._parts: LedgerFiles | None = None
         self._trackers: Trackers | None = None
         self._callbacks: Callbacks | None = None
 
@@ -65,7 +65,7 @@ class Outlets:
         run = self._run
         self._log = EventLog(run, self._clock, self._outages)
         self._followed.read_back(self._log.read)
-        self._parts = Parts(run, before_entries, self._outages)
+        self._parts = LedgerFiles(run, before_entries, self._outages)
         self._trackers = Trackers(run, relays, self._outages, metrics)
         self._callbacks = callbacks
         if callbacks is not None:
@@ -103,7 +103,7 @@ class Outlets:
         return () if self._callbacks is None else self._callbacks.news()
 
     def enter(self, generation: int, record: StepRecord) -> None:
-        """Enter a step into the ledger. Raises `FolderGone` or `RunError` as `Parts.add` does."""
+        """Enter a step into the ledger. Raises `FolderGone` or `RunError` as `LedgerFiles.add` does."""
         if self._parts is not None:
             self._parts.add(generation, record.step, record.notes, record.skipped_rows)
 

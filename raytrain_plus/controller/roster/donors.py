@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, transfers, union
-from raytrain_plus.state.rows import only_rows
+from raytrain_plus.state.weight_rows import only_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.view import View
-from raytrain_plus.state.rows import OF_ROWS
+from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
 

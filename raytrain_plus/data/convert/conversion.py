@@ -26,7 +26,7 @@ from raytrain_plus.data.convert.formats.lance_rows import LanceRows, lance_files
 from raytrain_plus.data.convert.formats.record_blocks import Records, Unfit
 from raytrain_plus.data.convert.formats.tar_samples import TarSamples
 from raytrain_plus.data.convert.formats.text_lines import TextLines
-from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, load_progress, unwritable
+from raytrain_plus.data.convert.parts import ConvertedParts, Progress, begin_again, load_progress, unwritable
 from raytrain_plus.data.convert.remote_copy import copied, copy_folder, entries_of, named_remotely, remove_copies
 from raytrain_plus.data.paths.files import find_files, is_file, split_pattern
 from raytrain_plus.data.values.labels import Labels, labels_of
@@ -236,7 +236,7 @@ def _check_unchanged(path: Place, format_: Format, target: Path) -> None:
 
 
 def _write(files: Sequence[Path], reader: Records, partial: Path, progress: Progress, told: Told) -> None:
-    parts, sizes, columns = Parts(partial, progress), [file.stat().st_size for file in files], progress.columns
+    parts, sizes, columns = ConvertedParts(partial, progress), [file.stat().st_size for file in files], progress.columns
     # There may be a million files.
     before, total = sum(sizes[: progress.file]), sum(sizes)
     for number in range(progress.file, len(files)):

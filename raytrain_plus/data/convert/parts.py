@@ -15,7 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.convert.formats.row_columns import row_bytes
 
 GROUP_BYTES = 1 << 20
@@ -135,7 +135,7 @@ def unwritable(columns: pa.Schema) -> list[str]:
     return found
 
 
-class Parts:
+class ConvertedParts:
     """Writes the rows of a dataset, in order, into a folder."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
@@ -150,7 +150,7 @@ class Parts:
         """Where the rows begin that come after those that were taken last."""
         self.progress = progress
 
-    def add(self, block: Block, file: int) -> None:
+    def add(self, block: RecordBlock, file: int) -> None:
         """Take the next rows, of that file; write the parts that they complete."""
         # A block from a position on can be shorter than the one that began there before.
         skip = min(self._skip, block.table.num_rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from raytrain_plus.errors import DataError, first_line
 from raytrain_plus.storage.address import check_name
-from raytrain_plus.storage.place import Entry, Place, RemotePath, in_parallel
+from raytrain_plus.storage.place import Place, RemotePath, StoreEntry, in_parallel
 
 READERS = 8
 """Files that are copied at the same time."""
@@ -32,10 +32,10 @@ def remove_copies(target: Path, but: Path | None = None) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def entries_of(files: Sequence[Place]) -> list[Entry]:
+def entries_of(files: Sequence[Place]) -> list[StoreEntry]:
     """Return what a store says about remote files. Raises `DataError` if one does not exist."""
 
-    def look(file: Place) -> Entry:
+    def look(file: Place) -> StoreEntry:
         assert isinstance(file, RemotePath)
         try:
             entry = file.entry or file.look()

@@ -56,7 +56,7 @@ Entry = tuple[int, int, bytes, bytes]
 _ENCODINGS = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED") | {"weight": "BYTE_STREAM_SPLIT"}
 
 
-class Parts:
+class LedgerFiles:
     """The writer of a run's ledger."""
 
     def __init__(self, run: Folder, before: Callable[[], None] = lambda: None, outages: Outages | None = None) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from raytrain_plus.errors import DataError, first_line
-from raytrain_plus.storage.place import Entry, Place, RemotePath
+from raytrain_plus.storage.place import Place, RemotePath, StoreEntry
 
 Kind = Literal["file", "folder", "other"]
 
@@ -85,7 +85,7 @@ class RemoteTree:
     """See `Tree`. Remembers what listings say: asking for each file on its own would be a round trip each."""
 
     def __init__(self) -> None:
-        self._known: dict[RemotePath, Entry | None] = {}
+        self._known: dict[RemotePath, StoreEntry | None] = {}
 
     def kind(self, path: Place) -> Kind | None:
         """See `Tree`."""
@@ -108,7 +108,7 @@ class RemoteTree:
         assert isinstance(file, RemotePath)
         return RemotePath(file.store, file.parts, file.settings, self._entry(file))
 
-    def _entry(self, path: Place) -> Entry | None:
+    def _entry(self, path: Place) -> StoreEntry | None:
         assert isinstance(path, RemotePath)
         if path not in self._known:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from raytrain_plus.data.reading.microbatches import Collate, Microbatch, cut, microbatch_rows
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import faults_of, joined, usable
 from raytrain_plus.errors import DataError
 
@@ -16,12 +16,12 @@ TRIED = 16
 """How many times the rows of a first microbatch are searched for as many usable ones."""
 
 
-def first_microbatch(rows: Rows, microbatches: int, collate: Collate) -> Microbatch:
+def first_microbatch(rows: RowReader, microbatches: int, collate: Collate) -> Microbatch:
     """Return the first microbatch of shard 0 in step 0."""
     return microbatch_of(first_rows(rows, microbatch_rows(rows.sample_order, microbatches)), collate)
 
 
-def first_rows(rows: Rows, count: int) -> pa.Table:
+def first_rows(rows: RowReader, count: int) -> pa.Table:
     """Return the first `count` rows of shard 0, or its rows of step 0 if these are fewer.
 
     Rows that cannot be used are left out, and later ones take their place. Raises `DataError` if there are none.
@@ -40,7 +40,7 @@ def first_rows(rows: Rows, count: int) -> pa.Table:
     raise AssertionError("count ends by itself")
 
 
-def _none_usable(rows: Rows, tried: int, faults: Mapping[int, str]) -> DataError:
+def _none_usable(rows: RowReader, tried: int, faults: Mapping[int, str]) -> DataError:
     why = next(iter(faults.values()))
     return DataError(
         f"of the first {tried:,} rows of shard 0, data.on_error: skip leaves too few to try the task: {why}",

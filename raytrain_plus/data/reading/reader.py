@@ -34,7 +34,7 @@ from raytrain_plus.data.reading.microbatches import (
     microbatches_of,
 )
 from raytrain_plus.data.reading.shard_rows import ShardRows
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import faults_of, joined
 from raytrain_plus.data.sources.row_names import file_and_row
 from raytrain_plus.data.sources.source import read_unit
@@ -85,7 +85,7 @@ class Batches:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         *,
         shards: Sequence[int],
         first_step: int,
@@ -400,7 +400,7 @@ def _counted(sizes: Sequence[int]) -> list[Microbatch]:
     return [Microbatch(batch=None, rows=size) for size in sizes]
 
 
-def held_out(rows: Rows, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
+def held_out(rows: RowReader, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
     """Yield one shard's span of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
     [sample_order] = rows.sample_order.source_orders
     _, length = sample_order.span(shard, 0)

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from raytrain_plus.data.order.reads import Read
 from raytrain_plus.data.order.sample_order import RowRange
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import is_bare
 from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.data.values.columns import column_of, copied
@@ -84,7 +84,7 @@ def _read_group(
     yield from _numbered(cloudpickle.loads(ray.get(pickled_rows)), group, whole_units)
 
 
-def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterator[pa.Table]:
+def _numbered(rows: RowReader, group: tuple[Read, ...], whole_units: bool) -> Iterator[pa.Table]:
     """Yield the rows of each read of a group, with its number; reads that fail or have no usable row are left out."""
     for read in group:
         try:
@@ -99,7 +99,7 @@ def _numbered(rows: Rows, group: tuple[Read, ...], whole_units: bool) -> Iterato
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 
 
-def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[RowRange], pa.Table]:
+def reading_elsewhere(rows: RowReader, roots: Sequence[str], node: str) -> Callable[[RowRange], pa.Table]:
     """Return a function that reads as `rows` do, in a task on that node; raises what a read raises there."""
     sent: list[Any] = []
     task = ray.remote(num_cpus=0, label_selector={"ray.io/node-id": node})(_read_one)
@@ -124,7 +124,7 @@ def reading_elsewhere(rows: Rows, roots: Sequence[str], node: str) -> Callable[[
 
 def _read_one(pickled_rows: bytes, roots: tuple[str, ...], row_range: RowRange) -> pa.Table:
     sys.path[:0] = [root for root in roots if root not in sys.path]
-    rows: Rows = cloudpickle.loads(pickled_rows)
+    rows: RowReader = cloudpickle.loads(pickled_rows)
     try:
         return rows.read(row_range)
     except RaytrainError:
@@ -142,7 +142,7 @@ class Stream:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: RowReader,
         groups: Iterable[tuple[Read, ...]],
         *,
         whole_units: bool,

@@ -6,7 +6,7 @@ the same for every reader, wherever a span begins. If it draws from the generato
 transforms do, these are seeded with the block's key, in a process that does not train. What is done to each row by
 itself, before and after the transform, may get any rows at once.
 
-A row that one of these functions cannot use ends the run, or is left out (`Rows.skip`): see `unusable`.
+A row that one of these functions cannot use ends the run, or is left out (`RowReader.skip`): see `unusable`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def without_ids(rows: pa.Table) -> pa.Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RowReader:
     """Read the rows of a job. `block_rows`: the maximum rows of a transform block.
 
     `before` is applied to the rows that `transform` gets, in order, and `after` to those that it returns.
@@ -214,7 +214,7 @@ def _seeded(key: int) -> AbstractContextManager[None]:
     return seeded(key)
 
 
-def with_draws(rows: Rows) -> Rows:
+def with_draws(rows: RowReader) -> RowReader:
     """Return the same, with whether `transform` draws from the generators of the process, judged by the first rows."""
     if rows.transform is None:
         return rows

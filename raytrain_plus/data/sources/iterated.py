@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from raytrain_plus.data.convert.cache import made_once
-from raytrain_plus.data.convert.formats.record_blocks import Block
-from raytrain_plus.data.convert.parts import Parts, Progress, is_complete
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
+from raytrain_plus.data.convert.parts import ConvertedParts, Progress, is_complete
 from raytrain_plus.data.sources.item_columns import FORM, UnfitItem, digest_of, schema_of, table_of
 from raytrain_plus.data.sources.user_dataset import UserDataset, call_function
 from raytrain_plus.errors import DataError, TaskError, first_line
@@ -73,8 +73,8 @@ def _write(dataset: UserDataset, first: str, partial: Path, told: Told) -> None:
         file.unlink()
     parts, read = None, 0
     for table in _ray_tables(dataset) if dataset.kind == "ray" else _tables(dataset, first):
-        parts = parts or Parts(partial, Progress.of(table.schema))
-        parts.add(Block(table, 0, 0), 0)
+        parts = parts or ConvertedParts(partial, Progress.of(table.schema))
+        parts.add(RecordBlock(table, 0, 0), 0)
         read += table.num_rows
         told(read)
     if parts is not None:

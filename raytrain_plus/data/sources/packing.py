@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from raytrain_plus.data.convert.cache import default_cache, made_once
 from raytrain_plus.data.convert.conversion import Told, earlier, name_of
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.convert.packed import (
     Ints,
     Packed,
@@ -30,7 +30,14 @@ from raytrain_plus.data.convert.packed import (
     slices,
     with_ends,
 )
-from raytrain_plus.data.convert.parts import Parts, Progress, begin_again, group_rows_of, is_complete, load_progress
+from raytrain_plus.data.convert.parts import (
+    ConvertedParts,
+    Progress,
+    begin_again,
+    group_rows_of,
+    is_complete,
+    load_progress,
+)
 from raytrain_plus.data.sources.row_names import named_row
 from raytrain_plus.data.sources.source import Index, Origin, check_unchanged, index, read_unit
 from raytrain_plus.data.values.tokens import (
@@ -166,10 +173,10 @@ class _Writing:
         Raises `DataError` if there is not a whole row, if a document holds no tokens, or if a file has changed.
         """
         progress = load_progress(partial) or begin_again(partial, self._none())
-        parts, packer = Parts(partial, progress), Packer(self._length)
+        parts, packer = ConvertedParts(partial, progress), Packer(self._length)
         try:
             for rows, read in self._rows(packer, TokenPlace(progress.file, progress.begin)):
-                parts.add(Block(self._table(rows), rows.place.token, read), rows.place.unit)
+                parts.add(RecordBlock(self._table(rows), rows.place.token, read), rows.place.unit)
             check_unchanged(self._documents)
         except DataChanged as error:
             if error.first is None:

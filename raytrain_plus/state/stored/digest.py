@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
-from raytrain_plus.state.entry import Entry, to_export
+from raytrain_plus.state.entry import StateTensor, to_export
 from raytrain_plus.state.slices import Joining
 from raytrain_plus.state.stored.tensorfile import header
 
@@ -20,7 +20,7 @@ BATCH = 64 << 20
 
 Begin = Callable[[int, tuple[Piece, ...]], Callable[[], Sequence[Any]]]
 """Starts to fetch these pieces of tensors from the holder with this number; the returned function waits for them."""
-Part = tuple[Entry, Piece]
+Part = tuple[StateTensor, Piece]
 """A tensor of the state, and a piece of it."""
 
 
@@ -34,7 +34,7 @@ Round = tuple[list[tuple[int, Part]], Joining, Digest | None]
 """What is fetched for tensors' first names, or for further ones; what joins it; the hash, which has no tensor twice."""
 
 
-def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Digest) -> Iterator[Any]:
+def model_file(inventories: Sequence[Sequence[StateTensor]], begin: Begin, digest: Digest) -> Iterator[Any]:
     """Yield the pieces of a safetensors file of the model, and update `digest` with the whole state.
 
     `inventories`: for each holder, the tensors that it has, or rows of them; a row that several have comes from one of
@@ -67,7 +67,7 @@ def model_file(inventories: Sequence[Sequence[Entry]], begin: Begin, digest: Dig
         yield from _taken(*begun.popleft())
 
 
-def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Part]]:
+def ordered(inventories: Sequence[Sequence[StateTensor]]) -> list[tuple[int, Part]]:
     """Return every row of every tensor once, by name, with the number of the holder that delivers it."""
     entries = {entry.name: entry for inventory in inventories for entry in inventory}
     held = {
@@ -83,7 +83,7 @@ def ordered(inventories: Sequence[Sequence[Entry]]) -> list[tuple[int, Part]]:
 def batches(parts: Sequence[tuple[int, Part]], most: int) -> Iterator[tuple[int, list[Part]]]:
     """Yield runs of pieces from one holder, of up to `most` bytes, as (holder, pieces).
 
-    >>> state = [(Entry(name=name, dtype="uint8", shape=(4,), size=4), Piece(name, 0, 4)) for name in "abcd"]
+    >>> state = [(StateTensor(name=name, dtype="uint8", shape=(4,), size=4), Piece(name, 0, 4)) for name in "abcd"]
     >>> found = batches(list(zip((0, 0, 0, 1), state)), 8)
     >>> [(holder, [entry.name for entry, _ in batch]) for holder, batch in found]
     [(0, ['a', 'b']), (0, ['c']), (1, ['d'])]

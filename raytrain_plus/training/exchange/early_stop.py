@@ -17,7 +17,7 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EvaluationVerdict:
     """What the evaluations so far say."""
 
     best: int | None
@@ -26,13 +26,13 @@ class Verdict:
     """The step after which the run ends; None while it may improve."""
 
 
-def verdict(rule: EarlyStop | KeepBest, evaluated: Mapping[int, Metrics]) -> Verdict:
+def verdict(rule: EarlyStop | KeepBest, evaluated: Mapping[int, Metrics]) -> EvaluationVerdict:
     """Return the verdict on evaluations: step -> metrics. The untrained state, of step -1, does not count.
 
     >>> rule = EarlyStop(metric="loss", patience=2)
     >>> losses = {-1: 0.0, 9: 1.0, 19: 0.5, 29: 0.5, 39: 0.7, 49: 0.1}
     >>> verdict(rule, {step: {"loss": loss} for step, loss in losses.items()})
-    Verdict(best=19, over=39)
+    EvaluationVerdict(best=19, over=39)
     """
     sign = 1 if rule.mode == "min" else -1
     patience = rule.patience if isinstance(rule, EarlyStop) else math.inf
@@ -45,8 +45,8 @@ def verdict(rule: EarlyStop | KeepBest, evaluated: Mapping[int, Metrics]) -> Ver
         else:
             worse += 1
         if worse >= patience:
-            return Verdict(None if best is None else best[1], step)
-    return Verdict(None if best is None else best[1], None)
+            return EvaluationVerdict(None if best is None else best[1], step)
+    return EvaluationVerdict(None if best is None else best[1], None)
 
 
 class Evaluations:
@@ -61,7 +61,7 @@ class Evaluations:
         self._rule = rule
         self._ahead = deque(sorted(known.items()))
         self._evaluated: dict[int, Metrics] = {}
-        self._verdict = Verdict(None, None)
+        self._verdict = EvaluationVerdict(None, None)
 
     def reach(self, step: int, metrics: Metrics) -> None:
         """Follow the state to the one after `step`; `metrics`: of the evaluation made there, if one was."""

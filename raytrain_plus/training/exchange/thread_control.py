@@ -15,7 +15,7 @@ Doing = Literal["idle", "preparing", "joining", "data", "computing", "collective
 """Activities of a training thread. `membership.hang_detection` says which of them wait for other members."""
 
 
-class Place(NamedTuple):
+class RowSpan(NamedTuple):
     """The rows of a microbatch."""
 
     step: int
@@ -51,7 +51,7 @@ class Control:
         self._pause_at = self._interrupt_at = self._save_at = -2
         self._limit_s = float("inf")
         self._doing: tuple[Doing, float, float] = ("idle", time.monotonic(), self._limit_s)
-        self.place: Place | None = None
+        self.place: RowSpan | None = None
         """The rows that the training thread computes with; None if it does something else."""
         self.watch: Watch | None = None
         """Hears of the training thread's phases while a step is profiled."""
@@ -115,7 +115,7 @@ class Control:
         if self.watch is not None:
             self.watch.enter(phase)
 
-    def compute(self, place: Place, phase: Phase) -> None:
+    def compute(self, place: RowSpan, phase: Phase) -> None:
         """Record that the training thread computes with these rows from now on."""
         self.enter("computing", phase)
         self.place = place

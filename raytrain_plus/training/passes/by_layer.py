@@ -30,7 +30,7 @@ from raytrain_plus.training.passes.synchronous import ReplicaStep
 from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.layer_sums import LayerSums
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.training.weights.gathered_layer import Gathered
+from raytrain_plus.training.weights.gathered_layer import GatheredLayer
 from raytrain_plus.training.weights.model_part import ModelPart
 
 
@@ -38,7 +38,7 @@ from raytrain_plus.training.weights.model_part import ModelPart
 class ByLayer(ReplicaStage):
     """See `passes.Passes`: a replica of one stage, whose chunks are the layers."""
 
-    gathered: Gathered
+    gathered: GatheredLayer
     layer_sums: LayerSums
     weight: float | None = None
     unread = ()

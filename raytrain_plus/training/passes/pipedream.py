@@ -28,7 +28,7 @@ from raytrain_plus.parallel.wire import Named
 from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.model.randomness import MicrobatchKeys
 from raytrain_plus.training.passes.passes import Ended, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
@@ -238,9 +238,9 @@ class _WindowWork:
         with part.gradients.reducing(self._context.world, self._control.check, complete) as self._works:
             yield
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> RowSpan:
         step, shard, index = self.places[number]
-        return Place(step, shard, sum(one.rows for one in self._counted[step][shard][:index]), self.rows(number))
+        return RowSpan(step, shard, sum(one.rows for one in self._counted[step][shard][:index]), self.rows(number))
 
     def end_due(self) -> None:
         """End the step whose last backward pass has run, once the gradients of its inputs are handed over."""

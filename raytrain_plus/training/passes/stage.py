@@ -29,7 +29,7 @@ from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
-from raytrain_plus.training.exchange.thread_control import Control, Place
+from raytrain_plus.training.exchange.thread_control import Control, RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus, from_plain, merged
 from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches, checked
 from raytrain_plus.training.passes.shard_reports import ShardReports
@@ -161,7 +161,7 @@ class ReplicaStage:
                 self.agreement.send_note("batch", 0, batches, member)
         return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
-    def loss(self, model: nn.Module, given: Any, place: Place, reports: ShardReports) -> Objective:
+    def loss(self, model: nn.Module, given: Any, place: RowSpan, reports: ShardReports) -> Objective:
         """See `loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)

@@ -22,7 +22,7 @@ from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.training.exchange.context import StepContext
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.model.randomness import MicrobatchKeys
 from raytrain_plus.training.passes.passes import Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
@@ -181,9 +181,9 @@ class ReplicaStep:
             yield
         self.works += works
 
-    def _place(self, number: int) -> Place:
+    def _place(self, number: int) -> RowSpan:
         shard, index = self.places[number]
-        return Place(self._step, shard, sum(one.rows for one in self._shards[shard][:index]), self.rows(number))
+        return RowSpan(self._step, shard, sum(one.rows for one in self._shards[shard][:index]), self.rows(number))
 
     def _microbatch(self, number: int) -> Microbatch:
         shard, index = self.places[number]

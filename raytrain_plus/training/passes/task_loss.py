@@ -18,7 +18,7 @@ from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
 from raytrain_plus.torch_compat import pytree
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.passes.shard_reports import Number, ShardReports
 
 KEYS = ("loss", "weight", "metrics")
@@ -88,7 +88,7 @@ def objective(
     task: Task,
     model: nn.Module,
     microbatch: Microbatch,
-    place: Place,
+    place: RowSpan,
     on_device: Callable[[Any], Any],
     reports: ShardReports,
     factor: float = 1.0,

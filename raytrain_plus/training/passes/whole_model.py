@@ -22,7 +22,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import ShardReport, encode
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches, checked
 from raytrain_plus.training.passes.passes import Shards
@@ -71,7 +71,7 @@ class WholePasses:
         for number, (shard, index) in enumerate(places, 1):
             one, ends_step = shards[shard][index], number == len(places)
             ends_shard = index == last_of[shard]
-            place = Place(step, shard, passed, one.rows + len(one.skipped))
+            place = RowSpan(step, shard, passed, one.rows + len(one.skipped))
             passed, used = passed + place.rows, used + one.rows
             control.check()
             control.compute(place, "forward")

@@ -40,8 +40,8 @@ from raytrain_plus.state.holding import (
     model_state,
     rows_held,
 )
-from raytrain_plus.state.rows import weight_of
 from raytrain_plus.state.stages import Wanted, everything
+from raytrain_plus.state.weight_rows import weight_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import StepTotals
@@ -50,7 +50,7 @@ from raytrain_plus.training.model.model import Built, as_one, other_names, set_t
 from raytrain_plus.training.update.layer_sums import LayerSums
 from raytrain_plus.training.update.step_sums import StepSums
 from raytrain_plus.training.weights.averages import Averages
-from raytrain_plus.training.weights.gathered_layer import Gathered
+from raytrain_plus.training.weights.gathered_layer import GatheredLayer
 from raytrain_plus.training.weights.loss_scale import FIRST, LossScale, found_in, put
 from raytrain_plus.training.weights.model_part import check_hooks, header_rider, make_parts, wires
 from raytrain_plus.training.weights.optimized_rows import Trained
@@ -478,13 +478,13 @@ class TrainState:
 
     def _sums(self, exact: bool, make_wire: MakeWire) -> StepSums:
         """Return the sums of a step, and prepare the gathering of weights if they are to be gathered."""
-        self.gathered: Gathered | None = None
+        self.gathered: GatheredLayer | None = None
         """The weights of layers that have memory only while their layer computes; None if all have memory."""
         if self._rebuild is None:
             return StepSums(self.parts, self.trained, self.tied, shards=self.shards, device=self.device)
         trained = self.trained
         layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
-        self.gathered = Gathered(trained, layers)
+        self.gathered = GatheredLayer(trained, layers)
         wire = wires(make_wire, self.shards if exact else None)
         device = self.device
         head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header", device=device)

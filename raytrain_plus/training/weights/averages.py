@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.state.holding import AVERAGED
-from raytrain_plus.state.rows import weight_of
+from raytrain_plus.state.weight_rows import weight_of
 from raytrain_plus.torch_compat import copy_each, lerp_each, put_parameter
 
 Named = Sequence[tuple[str, nn.Parameter]]

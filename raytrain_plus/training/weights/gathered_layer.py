@@ -17,7 +17,7 @@ from torch import nn
 
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state.rows import OF_ROWS
+from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.training.weights.row_allgather import Exchange, Spread
@@ -28,7 +28,7 @@ def free_weight(weight: nn.Parameter) -> None:
     weight.untyped_storage().resize_(0)
 
 
-class Gathered:
+class GatheredLayer:
     """The weights of a model's layers, by the index of their layer."""
 
     def __init__(self, trained: Trained, layers: Sequence[Sequence[str]]) -> None:

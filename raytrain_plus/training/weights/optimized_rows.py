@@ -17,7 +17,7 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies, host_room
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.held import HeldRows
-from raytrain_plus.state.rows import OF_ROWS, Rows, rows_of, weight_of
+from raytrain_plus.state.weight_rows import OF_ROWS, WeightRows, rows_of, weight_of
 from raytrain_plus.torch_compat import copy_each
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -122,20 +122,20 @@ class Trained:
     def own(self, owned: Pieces) -> None:
         """Change these rows from now on. Masters keep their values only if they had all rows, and are not gathered."""
         before = dict(self.named) if self.everything and not self.gathered else {}
-        taken: dict[str, list[Rows]] = {}
+        taken: dict[str, list[WeightRows]] = {}
         for rows in rows_of(owned, self.units):
             taken.setdefault(rows.weight, []).append(rows)
         named, parts = [], []
         for name, value in self.weights:
             # The optimizer gets rows of each weight, so that its groups are the same on all workers.
-            for rows in taken.get(name) or [Rows(name, 0, 0)]:
+            for rows in taken.get(name) or [WeightRows(name, 0, 0)]:
                 part = self._part(name, value, rows, before.get(name))
                 named.append((rows.name, part.parameter))
                 parts.append(part)
         self.named, self._parts, self.owned = named, parts, owned
         self._of_weight = _by_weight(named, parts)
 
-    def _part(self, name: str, weight: nn.Parameter, rows: Rows, master: nn.Parameter | None) -> _Part:
+    def _part(self, name: str, weight: nn.Parameter, rows: WeightRows, master: nn.Parameter | None) -> _Part:
         at = None if rows.last is None else slice(rows.first, rows.last)
         if not weight.dim() and at is not None:
             return _Part(nn.Parameter(self._room((0,), name, weight)), weight, None, master=True)

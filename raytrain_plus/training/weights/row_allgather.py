@@ -9,7 +9,7 @@ import torch
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.membership.pieces import Piece, Pieces, split
-from raytrain_plus.state.rows import OF_ROWS
+from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.training.exchange.context import StepContext
 
 MOST_BYTES = 8 << 20

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.rows import parse_rows
+from raytrain_plus.state.weight_rows import parse_rows
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.randomness import random_key, set_random_key
 from raytrain_plus.training.weights.optimizer import build_optimizer, takes_model

@@ -15,7 +15,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 from raytrain_plus.ray_compat import drain_this_node
-from raytrain_plus.workers.machine.spot import FIRMWARE, LOOK_S, SERVICE, Answer, Cloud, Request, cloud_of, look
+from raytrain_plus.workers.machine.spot import FIRMWARE, LOOK_S, SERVICE, Cloud, MetadataAnswer, Request, cloud_of, look
 
 ANSWER_S = 5.0
 """Maximum seconds of each wait for a metadata service."""
@@ -77,12 +77,12 @@ def ask(cloud: Cloud, service: tuple[str, int]) -> float | None:
             return goes
 
 
-def _answer(service: tuple[str, int], request: Request) -> Answer:
+def _answer(service: tuple[str, int], request: Request) -> MetadataAnswer:
     # No proxy, whatever the environment says: it would ask its own machine's service.
     with contextlib.closing(HTTPConnection(*service, timeout=ANSWER_S)) as connection:
         connection.request(request.method, request.path, headers=dict(request.headers))
         response = connection.getresponse()
-        return Answer(response.status, response.read(LONGEST).decode())
+        return MetadataAnswer(response.status, response.read(LONGEST).decode())
 
 
 def _handed_on(cloud: Cloud, goes: float, drain: Callable[[str, float], bool | None]) -> bool:

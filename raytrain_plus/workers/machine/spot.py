@@ -54,14 +54,14 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MetadataAnswer:
     """The service's answer."""
 
     status: int
     body: str
 
 
-Look = Generator[Request, Answer, float | None]
+Look = Generator[Request, MetadataAnswer, float | None]
 
 
 def cloud_of(firmware: Mapping[str, str]) -> Cloud | None:
@@ -121,7 +121,7 @@ def _azure(now: float) -> Look:
     return min((goes for names, goes in events if name in names), default=None)
 
 
-def _azure_events(answer: Answer, now: float) -> list[tuple[set[str], float]]:
+def _azure_events(answer: MetadataAnswer, now: float) -> list[tuple[set[str], float]]:
     """Return, for each event that ends machines, their names in lower case (Azure ignores case) and when it begins."""
     found = json.loads(_body(answer))
     try:
@@ -139,7 +139,7 @@ def _begins(not_before: str, now: float) -> float:
     return when.timestamp()
 
 
-def _body(answer: Answer) -> str:
+def _body(answer: MetadataAnswer) -> str:
     if answer.status != 200:
         raise ValueError(f"unexpected status {answer.status}")
     return answer.body

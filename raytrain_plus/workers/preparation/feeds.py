@@ -16,12 +16,12 @@ from raytrain_plus.data.order.sample_order import RowRange
 from raytrain_plus.data.reading.first_rows import first_microbatch
 from raytrain_plus.data.reading.microbatches import Collate, Microbatch, microbatch_rows
 from raytrain_plus.data.reading.reader import Batches, Counts, held_out, held_out_counts
-from raytrain_plus.data.reading.transform_block import Rows, Transform
+from raytrain_plus.data.reading.transform_block import RowReader, Transform
 from raytrain_plus.data.sources.row_names import named_rows
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.ray_compat import ray_data_on_the_head
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.passes.passes import Shards
 from raytrain_plus.training.step.loop import Evaluation, Feed
 from raytrain_plus.workers.messages import Plan
@@ -39,7 +39,7 @@ class Feeds:
         *,
         draws: bool = False,
     ) -> None:
-        """Prepare to open them; `pin`: see `Batches`; `draws`: see `Rows`."""
+        """Prepare to open them; `pin`: see `Batches`; `draws`: see `RowReader`."""
         self._plan = plan
         self._pin = pin
         self._collate = collate
@@ -51,7 +51,7 @@ class Feeds:
         self._evaluation = None if self.held_out is None else _evaluation(plan.job, self.held_out, collate)
         self._last: Batches | None = None
 
-    def _apart(self, rows: Rows, draws: bool) -> Rows:
+    def _apart(self, rows: RowReader, draws: bool) -> RowReader:
         """Return what reads rows: in another process, if their transform needs seeded generators of its process."""
         if not draws:
             return rows
@@ -63,12 +63,12 @@ class Feeds:
         return first_microbatch(self.rows, self._plan.job.parallel.microbatches, self._collate)
 
     @property
-    def failed(self) -> Place | None:
+    def failed(self) -> RowSpan | None:
         """The rows that could not be collated, if any could not since the last `batches`."""
         found = None if self._last is None else self._last.failed
-        return None if found is None else Place(*found, 0, self.rows.sample_order.rows_in_step(found[1], found[0]))
+        return None if found is None else RowSpan(*found, 0, self.rows.sample_order.rows_in_step(found[1], found[0]))
 
-    def named(self, place: Place) -> str:
+    def named(self, place: RowSpan) -> str:
         """Return which rows these are, for people."""
         start = place.step * self.rows.sample_order.per_shard + place.offset
         rows = named_rows(self.rows.index, self.rows.sample_order, place.shard, start, place.rows)
@@ -121,7 +121,7 @@ class Feeds:
         return Counts(sample_order_of(job, self._plan.index), shards, job.parallel.microbatches)
 
 
-def _evaluation(job: Job, rows: Rows, collate: Collate) -> Evaluation | None:
+def _evaluation(job: Job, rows: RowReader, collate: Collate) -> Evaluation | None:
     if job.evaluate is None:
         return None
     size = microbatch_rows(rows.sample_order, job.parallel.microbatches)
@@ -135,7 +135,7 @@ def open_stream(*arguments: Any, **settings: Any) -> Any:
     return Stream(*arguments, **settings, first=ray_data_on_the_head)
 
 
-def read_elsewhere(rows: Rows, roots: Sequence[str]) -> Callable[[RowRange], pa.Table]:
+def read_elsewhere(rows: RowReader, roots: Sequence[str]) -> Callable[[RowRange], pa.Table]:
     """See `stream.reading_elsewhere`; on this node."""
     from raytrain_plus.data.reading.stream import reading_elsewhere
 

@@ -19,15 +19,15 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.slice_names import is_slice
-from raytrain_plus.state.entry import Cut, Entry
+from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.finite import check_finite
 from raytrain_plus.state.held import HeldTensor, held_tensors
 from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
-from raytrain_plus.state.rows import is_sharded
 from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
+from raytrain_plus.state.weight_rows import is_sharded
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.states.held_state import OwnState
 from raytrain_plus.workers.states.state_copier import Copier
@@ -99,7 +99,7 @@ class StateSource:
         """Return whether this worker holds that stage's state after `step`, or has an undamaged copy of it."""
         return self._own.at(step, stage) is not None or self._copier.sound(step, stage)
 
-    def inventory(self, step: int, stage: Stage) -> list[Entry]:
+    def inventory(self, step: int, stage: Stage) -> list[StateTensor]:
         """Return the tensors of that stage's state after `step`.
 
         Raises `Interrupted` if this worker has neither that state nor an undamaged copy.
@@ -156,7 +156,7 @@ class StateSource:
         return self._copied[1]
 
 
-def _with_cut(entry: Entry, cuts: Mapping[str, Cut]) -> Entry:
+def _with_cut(entry: StateTensor, cuts: Mapping[str, Cut]) -> StateTensor:
     """Return the entry, with how its tensor is cut if it is a slice."""
     sliced = entry.of_model and is_slice(layer_of(entry.name) or REST)
     return replace(entry, cut=cuts[module_of(entry.name)]) if sliced else entry
@@ -170,7 +170,7 @@ def _by_first(shared: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _with_names(entry: Entry, others: Mapping[str, tuple[str, ...]]) -> Entry:
+def _with_names(entry: StateTensor, others: Mapping[str, tuple[str, ...]]) -> StateTensor:
     """Return the entry, with the further names that its tensor has in the model."""
     also = others.get(name_of_whole(entry.name).partition("/")[2], ()) if entry.of_model else ()
     return replace(entry, also=also) if also else entry

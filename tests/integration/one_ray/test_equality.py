@@ -15,7 +15,7 @@ from torch import nn
 
 from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.reading.transform_block import Rows, without_ids
+from raytrain_plus.data.reading.transform_block import RowReader, without_ids
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.folders.local import LocalFolder
@@ -52,7 +52,9 @@ def plain_losses(job: Job, transform: Any = None) -> list[float]:
     task = Net(**job.args)
     seen = index(job.data.path)
     sample_order = sample_order_of(job, seen)
-    rows = Rows(index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule)
+    rows = RowReader(
+        index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule
+    )
     if task.named:
         model = nn.Sequential()
         for name, build in task.parts().items():
@@ -189,7 +191,7 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         model.add_module(name, build())
     model.eval()
     seen = index(tmp_path / "held_out")
-    rows = Rows(
+    rows = RowReader(
         index=seen,
         sample_order=sample_order_of(
             replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen

@@ -22,10 +22,10 @@ from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import Audit, Epoch, audit
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED, row_ids
-from raytrain_plus.data.ledger.ledger_files import SCHEMA, Parts, ledger_table
+from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles, ledger_table
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
@@ -49,7 +49,7 @@ def job_of(folder: Path, **changes: object) -> Job:
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     """Return the notes of what the run's own readers deliver, step by step."""
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
+    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
         feed = Batches(
@@ -78,7 +78,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     (run / "job.yaml").write_text(job.to_yaml())
     (run / "dataset.json").write_text(json.dumps(training_data(job, []).to_json()))
     record(run, generation, *range(len(notes)))
-    written = Parts(LocalFolder(run))
+    written = LedgerFiles(LocalFolder(run))
     for step, of_step in enumerate(notes):
         written.add(generation, step, of_step.tobytes(), b"")
     written.close()
@@ -147,7 +147,7 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     notes = notes_of(job)
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
+    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
     [row_range, *_] = rows.sample_order.row_ranges_between(1, 12, 13)
     notes[3][1]["rows"] += 1
     more = rows.read(row_range).column("_raytrain_id").to_pylist()[0]
@@ -360,7 +360,7 @@ def test_a_run_that_ended_early_is_judged_up_to_its_last_step(job: Job) -> None:
     (run / "result.json").write_text(json.dumps({**said, "stopped_early": "loss has not improved since step 2"}))
     assert (audit(run).clean, audit(run).audited_to) == (True, 5)
     record(run, 0, 6)
-    written = Parts(LocalFolder(run))
+    written = LedgerFiles(LocalFolder(run))
     written.add(0, 6, notes_of(job)[6].tobytes(), b"")
     written.close()
     assert not audit(run).clean, "what was made after the end was not due"
@@ -492,7 +492,7 @@ def test_a_run_on_an_object_store(job: Job, bucket: Folder, tmp_path: Path) -> N
     for name in ("job.yaml", "dataset.json"):
         run.write(name, [(local / name).read_bytes()])
     for generation, steps in ((0, range(7)), (5, range(4, 10))):
-        written = Parts(run)
+        written = LedgerFiles(run)
         for step in steps:
             written.add(generation, step, notes[step].tobytes(), b"")
         written.close()

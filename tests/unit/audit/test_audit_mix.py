@@ -21,7 +21,7 @@ from raytrain_plus.data.ledger.ledger import NOTE, ROW_ID
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.order.mixed_order import apportioned, pattern_of
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import InputError
 from tests.unit.audit.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
@@ -36,7 +36,7 @@ def job_of(folder: Path, weights: list[float], *, steps: int, shards: int = 4, b
 def notes_of(job: Job) -> list[np.ndarray]:
     """Return the notes of what the run's own reader delivers, step by step."""
     seen = training_data(job, [])
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
+    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     shards = range(job.data.shards)
     feed = Batches(rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)

@@ -22,13 +22,13 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.held import HeldTensor
 from raytrain_plus.state.named import entry_of
-from raytrain_plus.state.rows import OF_ROWS
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.stored.checkpoint import Copy
 from raytrain_plus.state.stored.shares import share_of
+from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
@@ -109,7 +109,7 @@ def tree_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> Any:
     return share.own_tree(tree)
 
 
-def entries_of(name: str, value: torch.Tensor, owned: Pieces | None) -> list[Entry]:
+def entries_of(name: str, value: torch.Tensor, owned: Pieces | None) -> list[StateTensor]:
     """Return the entries of what a worker has of a tensor."""
     if owned is None or not name.startswith("optim/"):
         return [entry_of(name, value)]

@@ -21,7 +21,7 @@ from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Group, Limits, Phase, WorkerStatus
-from raytrain_plus.membership.mesh import Place, Shape, Stage
+from raytrain_plus.membership.mesh import Seat, Shape, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import Member
@@ -36,8 +36,8 @@ from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
 from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
-    Member(worker="a", place=Place(0), shards=(0, 1)),
-    Member(worker="b", place=Place(1), shards=(2,)),
+    Member(worker="a", place=Seat(0), shards=(0, 1)),
+    Member(worker="b", place=Seat(1), shards=(2,)),
 ]
 EVERY_S = 10.0
 

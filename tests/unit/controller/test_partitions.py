@@ -13,8 +13,8 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
-from raytrain_plus.state.rows import only_rows
 from raytrain_plus.state.stages import REST
+from raytrain_plus.state.weight_rows import only_rows
 from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
 

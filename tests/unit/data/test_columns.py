@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 import numpy as np
 from raytrain_plus.data.ledger.ledger import NOTE
-from raytrain_plus.data.ledger.ledger_files import Parts
+from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.storage.folders.local import LocalFolder
-parts = Parts(LocalFolder(Path(sys.argv[1])))
+parts = LedgerFiles(LocalFolder(Path(sys.argv[1])))
 parts.add(0, 0, np.ones(4, NOTE).tobytes())
 parts.close()
 assert any(Path(sys.argv[1]).rglob("*.parquet"))

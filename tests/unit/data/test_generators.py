@@ -16,7 +16,7 @@ import torch
 from raytrain_plus.data.order.mixed_order import MixedOrder
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.stream import _read_one
-from raytrain_plus.data.reading.transform_block import Rows, with_draws
+from raytrain_plus.data.reading.transform_block import RowReader, with_draws
 from raytrain_plus.data.sources.mixed_index import mixed_index
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.data.values.generators import draws, seeded
@@ -46,10 +46,10 @@ def test_draws_are_noticed_and_seeded(which: str) -> None:
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
-def rows_of(path: Path, transform: Any, **changes: Any) -> Rows:
+def rows_of(path: Path, transform: Any, **changes: Any) -> RowReader:
     seen = index(path)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=3, shuffle="rows", steps=9)
-    return Rows(index=seen, sample_order=order, seed=3, transform=transform, block_rows=8, **changes)
+    return RowReader(index=seen, sample_order=order, seed=3, transform=transform, block_rows=8, **changes)
 
 
 def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
@@ -87,7 +87,7 @@ def test_a_few_rows_of_each_source_are_judged(tmp_path: Path) -> None:
         judged.append(table.num_rows)
         return noisy(table, rng) if len(judged) > 1 else table
 
-    rows = Rows(index=seen, sample_order=order, seed=3, transform=of_the_second, block_rows=64)
+    rows = RowReader(index=seen, sample_order=order, seed=3, transform=of_the_second, block_rows=64)
     assert with_draws(rows).draws
     assert judged == [8, 8]
 

@@ -15,7 +15,7 @@ import torch
 from raytrain_plus.data.dataset import again, returned_dataset
 from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.order.sample_order import SampleOrder
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources import items as items_module
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.items import BLOCK, changes_of
@@ -90,12 +90,12 @@ def opened(seen: Index) -> UserDataset:
     return open_dataset(seen.items.spec, seen.items.roots, seen.items.run)
 
 
-def rows_of(seen: Index, shuffle: str = "rows", transform: object = None) -> Rows:
+def rows_of(seen: Index, shuffle: str = "rows", transform: object = None) -> RowReader:
     order = SampleOrder(seen.unit_rows, shards=4, batch_size=40, seed=5, epochs=2, shuffle=shuffle)  # type: ignore[arg-type]
-    return Rows(index=seen, sample_order=order, seed=5, transform=transform, block_rows=16)  # type: ignore[arg-type]
+    return RowReader(index=seen, sample_order=order, seed=5, transform=transform, block_rows=16)  # type: ignore[arg-type]
 
 
-def epoch(rows: Rows, number: int = 0) -> list[int]:
+def epoch(rows: RowReader, number: int = 0) -> list[int]:
     """Return the items of an epoch, in the order of shards and their steps."""
     found = []
     for shard in range(4):

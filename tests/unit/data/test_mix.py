@@ -19,7 +19,7 @@ from raytrain_plus.data.dataset import dataset, training_data
 from raytrain_plus.data.ledger.ledger import row_ids
 from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.reading.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.mixed_index import mixed_index
 from raytrain_plus.data.sources.row_names import named_row, named_rows
@@ -79,7 +79,7 @@ def data_of(job: Job) -> Index:
     return training_data(job, [Path(job.data.mix[0]["path"]).parent])
 
 
-def rows_in(job: Job, transform: Transform | None = None) -> Rows:
+def rows_in(job: Job, transform: Transform | None = None) -> RowReader:
     return rows_of(job, data_of(job), transform)
 
 

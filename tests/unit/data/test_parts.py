@@ -12,7 +12,7 @@ import pytest
 
 from raytrain_plus.data.ledger import ledger_files
 from raytrain_plus.data.ledger.ledger import NOTE, step_sum
-from raytrain_plus.data.ledger.ledger_files import SCHEMA, Parts
+from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles
 from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.errors import RunError
 from raytrain_plus.storage.folders.local import LocalFolder
@@ -37,7 +37,7 @@ def ledger(run: Folder) -> pa.Table:
 
 def test_every_step_is_there_once_and_parts_end(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_files, "PART_STEPS", 10)
-    written = Parts(run)
+    written = LedgerFiles(run)
     for step in range(35):
         written.add(3 if step < 20 else 4, step, notes(step))
         if step % 7 == 0:
@@ -64,7 +64,7 @@ def test_every_step_is_there_once_and_parts_end(run: Folder, monkeypatch: pytest
 
 def test_it_is_written_in_the_background(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
-    written = Parts(run)
+    written = LedgerFiles(run)
     written.add(0, 0, notes(0))
     deadline = time.monotonic() + 10
     while not run.files():
@@ -93,7 +93,7 @@ def test_a_ledger_is_as_small_as_the_docstring_says(
     tmp_path: Path, shards: int, rows: int, weights: str, most: int
 ) -> None:
     run = LocalFolder(tmp_path)
-    written = Parts(run)
+    written = LedgerFiles(run)
     for step in range(1000):
         written.add(0, step, notes(step, shards, rows, weights))
     written.close()
@@ -104,7 +104,7 @@ def test_a_ledger_is_as_small_as_the_docstring_says(
 def test_sums_of_ids_keep_all_of_their_bits(run: Folder) -> None:
     made = np.zeros(3, NOTE)
     made["ids"] = [2**64 - 1, 0, 2**62 + 1]
-    written = Parts(run)
+    written = LedgerFiles(run)
     written.add(0, 0, made.tobytes())
     written.close()
     assert ledger(run).column("ids").to_pylist() == made["ids"].tolist()
@@ -114,7 +114,7 @@ def test_sums_of_ids_keep_all_of_their_bits(run: Folder) -> None:
 def test_entries_are_kept_until_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger_files, "PERIOD_S", 0.01)
     run = LocalFolder(tmp_path)
-    written = Parts(run)
+    written = LedgerFiles(run)
     (tmp_path / "ledger").touch()
     written.add(0, 0, notes(0))
     with pytest.raises(OSError, match="ledger"):
@@ -134,7 +134,7 @@ def test_nothing_is_written_if_before_raises(tmp_path: Path) -> None:
         if len(seen) == 1:
             raise OSError("not yet")
 
-    written = Parts(run, before)
+    written = LedgerFiles(run, before)
     written.add(0, 0, notes(0))
     with pytest.raises(OSError, match="not yet"):
         written.flush()
@@ -159,7 +159,7 @@ def test_add_raises_once_writing_is_forbidden(tmp_path: Path, monkeypatch: pytes
             written.add(0, 0, notes(0))
             time.sleep(0.01)
 
-    written = Parts(LocalFolder(tmp_path), overtaken)
+    written = LedgerFiles(LocalFolder(tmp_path), overtaken)
     with pytest.raises(RunError, match="taken this run over"):
         enter()
     written.abandon()
@@ -167,7 +167,7 @@ def test_add_raises_once_writing_is_forbidden(tmp_path: Path, monkeypatch: pytes
 
 
 def test_abandoned_entries_are_never_written(run: Folder) -> None:
-    written = Parts(run)
+    written = LedgerFiles(run)
     written.add(0, 0, notes(0))
     written.abandon()
     written.close()

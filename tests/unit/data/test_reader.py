@@ -21,7 +21,7 @@ from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.microbatches import cut
 from raytrain_plus.data.reading.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
-from raytrain_plus.data.reading.transform_block import Rows, Transform, without_ids
+from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
 from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 
@@ -38,17 +38,21 @@ def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
     return pa.table({"x": table.column("x"), "noise": pa.array(rng.random(table.num_rows))})
 
 
-def rows_of(folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4, each: int = 3) -> Rows:  # type: ignore[no-untyped-def]
+def rows_of(
+    folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4, each: int = 3
+) -> RowReader:  # type: ignore[no-untyped-def]
     seen = index(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * each, seed=5, epochs=epochs)
-    return Rows(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
+    return RowReader(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
 
 
 def to_rows(table: pa.Table) -> list[tuple[object, ...]]:
     return [tuple(row.values()) for row in table.to_pylist()]
 
 
-def gather(rows: Rows, make_stream=None, cache_mb: int = 0, shards: tuple[int, ...] = (0, 1, 2, 3), first: int = 0):  # type: ignore[no-untyped-def]
+def gather(
+    rows: RowReader, make_stream=None, cache_mb: int = 0, shards: tuple[int, ...] = (0, 1, 2, 3), first: int = 0
+):  # type: ignore[no-untyped-def]
     feed = Batches(
         rows,
         shards=shards,
@@ -84,7 +88,7 @@ def await_stream() -> None:
         time.sleep(0.001)
 
 
-def noted(rows: Rows, step: int, shard: int) -> int:
+def noted(rows: RowReader, step: int, shard: int) -> int:
     """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
     total = 0
     for row_range in rows.sample_order.row_ranges(shard, step):
@@ -102,7 +106,7 @@ class ThreadStream:
     """Replace Ray Data's stream: the same reads by a plain thread, in order."""
 
     def __init__(
-        self, rows: Rows, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
+        self, rows: RowReader, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
     ) -> None:
         self.rows, self.groups, self.whole_units = rows, groups, whole_units
         self.delivered, self.ended, self.tables = -1, False, {}
@@ -300,7 +304,7 @@ def test_functions_of_the_users_may_select_rows_with_images(tmp_path: Path) -> N
     pq.write_table(pa.table({"image": column, "row": range(32)}), tmp_path / "a.parquet", row_group_size=16)
     seen = index(tmp_path)
     sample_order = SampleOrder(seen.unit_rows, shards=1, batch_size=8, seed=5, epochs=1, shuffle="units")
-    rows = Rows(index=seen, sample_order=sample_order, seed=5, transform=selects, block_rows=4)
+    rows = RowReader(index=seen, sample_order=sample_order, seed=5, transform=selects, block_rows=4)
 
     def last_first(table: pa.Table) -> list[tuple[list[int], int]]:
         table = table.take(np.arange(table.num_rows)[::-1])
@@ -355,7 +359,7 @@ def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
 def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Path) -> None:
     seen = index(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
-    rows = Rows(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
     with feed:
         steps = [feed.get(step, 10).shards[0] for step in range(sample_order.steps)]
@@ -407,7 +411,7 @@ def test_a_silent_stream_is_waited_for_once(folder: Path) -> None:
 def test_held_out_rows_are_used_once(folder: Path) -> None:
     seen = index(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
-    rows = Rows(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
     assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
     assert max(mb.rows for mb in batches) == 5
@@ -453,7 +457,7 @@ def test_steps_collated_at_once_are_the_same_as_one_by_one(
     pq.write_table(pa.table(COLUMNS), tmp_path / "a.parquet", row_group_size=30)
     seen = index(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=shards, batch_size=batch_size, seed=3, epochs=1)
-    rows = Rows(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
     default = Task().collate
     found = []
     for collate in (default, lambda table: default(table)):
@@ -476,7 +480,7 @@ def test_of_steps_collated_at_once_the_one_that_cannot_be_is_known(tmp_path: Pat
     pq.write_table(pa.table({"x": [None if n == 37 else n for n in range(60)]}), tmp_path / "a.parquet")
     seen = index(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=1, batch_size=3, seed=0, shuffle="none", epochs=1)
-    rows = Rows(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
     feed = Batches(
         rows, shards=(0,), first_step=0, microbatches=1, collate=Task().collate, cache_mb=9, make_stream=None
     )

@@ -26,10 +26,10 @@ import yaml
 from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.controller.run_order import Order
 from raytrain_plus.data.ledger.ledger import NOTE
-from raytrain_plus.data.ledger.ledger_files import Parts
+from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.reading.transform_block import Rows
+from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import index
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
@@ -112,8 +112,8 @@ def base_in(folder: Path) -> Base:
 
 def _write_ledger(run: LocalFolder, job: Job) -> None:
     seen = index(job.data.path)
-    rows = Rows(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
-    parts = Parts(run)
+    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
+    parts = LedgerFiles(run)
     feed = Batches(rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
     with feed:
         for step in range(rows.sample_order.steps):

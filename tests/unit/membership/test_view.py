@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.membership import sizes
-from raytrain_plus.membership.mesh import Place, Shape
+from raytrain_plus.membership.mesh import Seat, Shape
 from raytrain_plus.membership.sizes import room_for, useful_size
 from raytrain_plus.membership.view import form_view, host_shards
 
@@ -33,12 +33,12 @@ def test_every_shard_is_hosted_once_and_evenly(shards: int, data: st.DataObject)
 @pytest.mark.parametrize(
     ("shape", "members"),
     [
-        (Shape(2), [("b", Place(0), (0, 1)), ("a", Place(1), (2,))]),
-        (Shape(1, 2), [("b", Place(0), (0, 1, 2)), ("a", Place(0, 1), (0, 1, 2))]),
-        (Shape(1, 1, 2), [("b", Place(0), (0, 1, 2)), ("a", Place(0, 0, 1), (0, 1, 2))]),
+        (Shape(2), [("b", Seat(0), (0, 1)), ("a", Seat(1), (2,))]),
+        (Shape(1, 2), [("b", Seat(0), (0, 1, 2)), ("a", Seat(0, 1), (0, 1, 2))]),
+        (Shape(1, 1, 2), [("b", Seat(0), (0, 1, 2)), ("a", Seat(0, 0, 1), (0, 1, 2))]),
     ],
 )
-def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, Place, Any]]) -> None:
+def test_form_view_seats_the_workers_in_their_order(shape: Shape, members: list[tuple[str, Seat, Any]]) -> None:
     view = form_view(3, ["b", "a"], shape, 3)
     assert [(m.worker, m.place, m.shards) for m in view.members] == members
 

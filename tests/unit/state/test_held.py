@@ -8,7 +8,7 @@ import torch
 
 from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.held import HeldRows, HeldTensor, held_tensors, of_weights
-from raytrain_plus.state.rows import Rows
+from raytrain_plus.state.weight_rows import WeightRows
 
 UNITS = {"w": 8, "whole": 1, "none": 1}
 W, EXP, STEP = torch.arange(24.0).reshape(8, 3), torch.arange(12.0).reshape(4, 3), torch.tensor(5.0)
@@ -20,7 +20,7 @@ def names(found: Sequence[HeldTensor]) -> list[tuple[str, int, int]]:
 
 def test_only_rows_that_are_changed_here_are_held() -> None:
     state = {"param/w": W, "optim/w[2:6]/exp_avg": EXP, "optim/w[2:6]/step": STEP, "buffer/mean": W[0]}
-    found = held_tensors(state, HeldRows([Rows("w", 2, 6)], UNITS))
+    found = held_tensors(state, HeldRows([WeightRows("w", 2, 6)], UNITS))
     # The step count goes with the first row, which another worker has.
     assert names(found) == [("param/w", 2, 6), ("optim/w/exp_avg", 2, 6), ("buffer/mean", 0, 3)]
     weight, moment, _ = found
@@ -32,7 +32,7 @@ def test_only_rows_that_are_changed_here_are_held() -> None:
 
 def test_fewer_rows_are_written_than_held() -> None:
     state = {"param/w": W, "optim/w/exp_avg": W, "optim/w/step": STEP}
-    found = held_tensors(state, HeldRows([Rows("w", 0, 1), Rows("w", 6, 8)], UNITS))
+    found = held_tensors(state, HeldRows([WeightRows("w", 0, 1), WeightRows("w", 6, 8)], UNITS))
     assert names(found) == [
         ("param/w", 0, 1),
         ("param/w", 6, 8),
@@ -44,11 +44,11 @@ def test_fewer_rows_are_written_than_held() -> None:
 
 def test_what_cannot_be_divided_is_held_whole_or_not_at_all() -> None:
     state = {"param/whole": W, "optim/whole/row": W[:, 0], "param/none": torch.zeros(0)}
-    assert names(held_tensors(state, HeldRows([Rows("whole")], UNITS))) == [
+    assert names(held_tensors(state, HeldRows([WeightRows("whole")], UNITS))) == [
         ("param/whole", 0, 8),
         ("optim/whole/row", 0, 8),
     ]
-    [empty] = held_tensors(state, HeldRows([Rows("none")], UNITS))
+    [empty] = held_tensors(state, HeldRows([WeightRows("none")], UNITS))
     assert empty.pieces(8) == [Piece("param/none", 0, 0)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state.entry import Cut, Entry
+from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.slices import module_of
 from raytrain_plus.state.stored.digest import model_file
 
@@ -43,10 +43,10 @@ def sliced(slices: int) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-def entry(name: str, value: np.ndarray[Any, Any], held: tuple[int, int]) -> Entry:
+def entry(name: str, value: np.ndarray[Any, Any], held: tuple[int, int]) -> StateTensor:
     cut = CUTS.get(module_of(name)) if "@" in name and name.startswith("param/") else None
     also = ("head.weight",) if name.startswith("param/embed") else ()
-    return Entry(name=name, dtype="float32", shape=value.shape, size=value.nbytes, held=held, cut=cut, also=also)
+    return StateTensor(name=name, dtype="float32", shape=value.shape, size=value.nbytes, held=held, cut=cut, also=also)
 
 
 def _number(name: str) -> str:
@@ -56,7 +56,7 @@ def _number(name: str) -> str:
 def exported(slices: int, hosts: int, rows: int | None = None) -> tuple[dict[str, Any], str]:
     """The file and the hash, made from so many workers; `rows`: each holds so many rows of a tensor at most."""
     state = sliced(slices)
-    inventories: list[list[Entry]] = [[] for _ in range(hosts)]
+    inventories: list[list[StateTensor]] = [[] for _ in range(hosts)]
     for name, value in state.items():
         holders = [int(_number(name)) * hosts // slices] if "@" in name else list(range(hosts))
         for holder in holders:

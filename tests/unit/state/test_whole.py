@@ -14,7 +14,7 @@ import torch
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state.entry import Entry
+from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.named import bytes_of, entry_of, state_sha256
 from raytrain_plus.state.stored import digest
 from raytrain_plus.state.stored.digest import model_file
@@ -52,7 +52,7 @@ def rows(value: torch.Tensor, piece: Piece) -> torch.Tensor:
 def written(
     stages: Sequence[State],
     given: Callable[[torch.Tensor], Any] = lambda value: value,
-    entry: Callable[[str, torch.Tensor], Entry] = entry_of,
+    entry: Callable[[str, torch.Tensor], StateTensor] = entry_of,
 ) -> tuple[bytes, str]:
     """Return the file and the hash; assert that at most two batches are fetched at once."""
     coming = 0
@@ -115,7 +115,7 @@ def test_rows_of_several_holders_make_the_same_file(most: int, monkeypatch: pyte
     monkeypatch.setattr(digest, "BATCH", most)
     holders = 0
 
-    def entry(name: str, value: torch.Tensor) -> Entry:
+    def entry(name: str, value: torch.Tensor) -> StateTensor:
         """The first holder has the first rows, the second the rest and one row more."""
         nonlocal holders
         one = entry_of(name, value)

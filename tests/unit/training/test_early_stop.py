@@ -6,10 +6,10 @@ import math
 import pytest
 
 from raytrain_plus import EarlyStop, KeepBest
-from raytrain_plus.training.exchange.early_stop import Evaluations, Verdict, verdict
+from raytrain_plus.training.exchange.early_stop import Evaluations, EvaluationVerdict, verdict
 
 
-def decided(*values: float, patience: int = 2, mode: str = "min") -> Verdict:
+def decided(*values: float, patience: int = 2, mode: str = "min") -> EvaluationVerdict:
     rule = EarlyStop(metric="m", patience=patience, mode=mode)  # type: ignore[arg-type]
     return verdict(rule, {10 * number + 9: {"m": value} for number, value in enumerate(values)})
 
@@ -30,9 +30,9 @@ def decided(*values: float, patience: int = 2, mode: str = "min") -> Verdict:
     ],
 )
 def test_the_verdict(values: tuple[float, ...], best: int | None, over: int | None) -> None:
-    assert decided(*values) == Verdict(best, over)
+    assert decided(*values) == EvaluationVerdict(best, over)
     if not any(map(math.isnan, values)):
-        assert decided(*(-value for value in values), mode="max") == Verdict(best, over)
+        assert decided(*(-value for value in values), mode="max") == EvaluationVerdict(best, over)
 
 
 def test_patience_counts_evaluations() -> None:
@@ -43,12 +43,12 @@ def test_the_order_in_which_evaluations_arrive_does_not_matter() -> None:
     rule = EarlyStop(metric="m", patience=2)
     evaluated = {9: {"m": 2.0}, 19: {"m": 1.0}, 29: {"m": 3.0}, 39: {"m": 1.5}}
     for order in itertools.permutations(evaluated.items()):
-        assert verdict(rule, dict(order)) == Verdict(19, 39)
+        assert verdict(rule, dict(order)) == EvaluationVerdict(19, 39)
 
 
 def test_neither_the_untrained_state_nor_a_missing_metric_is_an_improvement() -> None:
     rule = EarlyStop(metric="m", patience=2)
-    assert verdict(rule, {-1: {"m": 0.0}, 9: {"m": 1.0}, 19: {"n": 0.0}, 29: {}}) == Verdict(9, 29)
+    assert verdict(rule, {-1: {"m": 0.0}, 9: {"m": 1.0}, 19: {"n": 0.0}, 29: {}}) == EvaluationVerdict(9, 29)
 
 
 def test_a_worker_that_joins_later_decides_as_the_others() -> None:

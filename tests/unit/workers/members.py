@@ -22,7 +22,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.folders.local import LocalFolder
-from raytrain_plus.training.exchange.thread_control import Place
+from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
 from raytrain_plus.workers.preparation.prepared import Prepared
@@ -47,9 +47,9 @@ class Feeds:
     def of_member(self, stage: Stage, shards: Sequence[int], first_step: int, stack: ExitStack) -> Any:
         return SimpleNamespace(get=functools.partial(self._get, shards), more=lambda: None)
 
-    failed: Place | None = None
+    failed: RowSpan | None = None
 
-    def named(self, place: Place) -> str:
+    def named(self, place: RowSpan) -> str:
         return f"of shard {place.shard} in step {place.step}"
 
     def evaluation(self, stage: Stage) -> None:

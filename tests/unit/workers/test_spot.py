@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.workers.machine.spot import AZURE_TAG, Answer, Cloud, Request, cloud_of, look
+from raytrain_plus.workers.machine.spot import AZURE_TAG, Cloud, Request, cloud_of, look
+from raytrain_plus.workers.machine.spot import MetadataAnswer as Answer
 from tests.unit.workers.clouds import NAME, event, events
 
 NOW = 1505722860.0
@@ -85,7 +86,11 @@ def test_events_that_azures_machines_survive_are_no_notice(kind: str) -> None:
         ("AWS", [TOKEN, Answer(401, "")], "unexpected status 401"),
         ("AWS", [TOKEN, Answer(200, "<html>")], "Expecting value"),
         ("AWS", [TOKEN, Answer(200, "[]")], r"unexpected action '\[\]'"),
-        ("AWS", [TOKEN, Answer(200, '{"action": "noop", "time": "2017-09-18T08:22:00Z"}')], "unexpected action"),
+        (
+            "AWS",
+            [TOKEN, Answer(200, '{"action": "noop", "time": "2017-09-18T08:22:00Z"}')],
+            "unexpected action",
+        ),
         ("AWS", [TOKEN, Answer(200, '{"action": "stop", "time": "2017-09-18T08:22:00"}')], "unexpected action"),
         ("AWS", [TOKEN, Answer(200, '{"action": "stop", "time": "soonZ"}')], "soon"),
         ("GCP", [Answer(404, "")], "unexpected status 404"),
@@ -95,7 +100,11 @@ def test_events_that_azures_machines_survive_are_no_notice(kind: str) -> None:
         ("Azure", [Answer(200, '{"Events": [3]}')], "unexpected events"),
         ("Azure", [Answer(200, events(event(["a"], "tomorrow")))], "tomorrow"),
         ("Azure", [Answer(200, events(event(["a"], "Mon, 18 Sep 2017 08:22:00")))], "has no time zone"),
-        ("Azure", [Answer(200, events(event([NAME], FIRST))), Answer(500, "")], "unexpected status 500"),
+        (
+            "Azure",
+            [Answer(200, events(event([NAME], FIRST))), Answer(500, "")],
+            "unexpected status 500",
+        ),
     ],
 )
 def test_nonsense_is_no_notice(cloud: Cloud, answers: list[Answer], why: str) -> None:

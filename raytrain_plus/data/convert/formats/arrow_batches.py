@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -30,7 +30,7 @@ class ArrowBatches:
 
         return united(schemas())
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         with _opened(file) as (_, batches):
             for number, (batch, read) in enumerate(batches):
@@ -39,7 +39,7 @@ class ArrowBatches:
                     missing = [one for one in schema if one.name not in table.schema.names]
                     for one in missing:
                         table = table.append_column(one, pa.nulls(table.num_rows, one.type))
-                    yield Block(table.select(schema.names).cast(schema), number, read)
+                    yield RecordBlock(table.select(schema.names).cast(schema), number, read)
 
 
 @contextmanager

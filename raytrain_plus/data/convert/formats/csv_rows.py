@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from raytrain_plus.data.convert.formats.lines import BLOCK_BYTES, compression_of
-from raytrain_plus.data.convert.formats.record_blocks import Block, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -51,7 +51,7 @@ class CsvRows:
         """See `records.Records`."""
         return united((file, _schema(file, whole)) for file in files)
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         for size in _BLOCKS:
             try:
@@ -68,14 +68,14 @@ class _LongRow(DataError):
     """A row is longer than a block."""
 
 
-def _blocks(file: Path, schema: pa.Schema, begin: int, size: int) -> Iterator[Block]:
+def _blocks(file: Path, schema: pa.Schema, begin: int, size: int) -> Iterator[RecordBlock]:
     at, last = 0, None
     with _opened(file, size) as (raw, _, batches):
         for batch in batches:
             first, at = at, at + batch.num_rows
             if at > begin:
                 table = _typed(pa.Table.from_batches([batch]).slice(max(0, begin - first)), schema, file)
-                yield Block(table, max(first, begin), raw.tell())
+                yield RecordBlock(table, max(first, begin), raw.tell())
             last = batch
     if last is not None and "\n" in str(last.column(last.num_columns - 1)[-1]) and not _ends_quoted(file):
         raise DataError(

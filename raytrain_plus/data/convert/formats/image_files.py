@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.values.images import header_fault
 from raytrain_plus.errors import DataError
 
@@ -44,7 +44,7 @@ class ImageFiles:
             return pa.schema([image])
         return pa.schema([image, label], {CLASSES: json.dumps([*self._numbers])})
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         try:
             encoded = file.read_bytes()
@@ -58,7 +58,7 @@ class ImageFiles:
         name = _class_of(self._root, file)
         if name is not None:
             columns.append(pa.array([self._numbers[name]], pa.int64()))
-        yield Block(pa.table(columns, schema=schema), 0, len(encoded))
+        yield RecordBlock(pa.table(columns, schema=schema), 0, len(encoded))
 
 
 def _class_of(root: Path, file: Path) -> str | None:

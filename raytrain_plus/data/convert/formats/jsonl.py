@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.json
 
 from raytrain_plus.data.convert.formats.lines import LineBlock, in_order, line_blocks, line_number, text_of
-from raytrain_plus.data.convert.formats.record_blocks import Block, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -37,11 +37,11 @@ class JsonLines:
             for _, schema in in_order(islice(line_blocks(file), None if whole else 1), partial(_schema_of, file))
         )
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         for block, table in in_order(line_blocks(file, begin), partial(_table, file, schema)):
             if table.num_rows:
-                yield Block(table, block.begin, block.read)
+                yield RecordBlock(table, block.begin, block.read)
 
 
 def _schema_of(file: Path, block: LineBlock) -> pa.Schema:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.paths.file_tree import tree_of
 from raytrain_plus.errors import DataError, first_line
 from raytrain_plus.storage.place import Place
@@ -42,7 +42,7 @@ class LanceRows:
             found: pa.Schema = self._scanner(dataset, 0).projected_schema
             return found.remove_metadata()
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         if file != self._manifest:
             return
@@ -51,7 +51,7 @@ class LanceRows:
             for batch in self._scanner(dataset, begin).to_batches():
                 if batch.num_rows:
                     table = pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-                    yield Block(table, begin, self._bytes * (begin + batch.num_rows) // rows)
+                    yield RecordBlock(table, begin, self._bytes * (begin + batch.num_rows) // rows)
                     begin += batch.num_rows
 
     @contextmanager

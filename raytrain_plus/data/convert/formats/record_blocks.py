@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import pyarrow as pa
 
 
-class Block(NamedTuple):
+class RecordBlock(NamedTuple):
     """Consecutive rows of a file."""
 
     table: pa.Table
@@ -28,7 +28,7 @@ class Records(Protocol):
         Raises `DataError` if files, or rows, have columns of types that no type can hold.
         """
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """Yield the rows of a file with these columns, from a position on; 0 is its begin.
 
         Raises `Unfit` if a row has other columns, or values of another type, and `DataError` if it cannot be read.

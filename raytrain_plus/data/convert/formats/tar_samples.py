@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from raytrain_plus.data.convert.formats.formats import SUFFIXES
-from raytrain_plus.data.convert.formats.record_blocks import Block, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -78,10 +78,10 @@ class TarSamples:
             raise DataError(f"column '{name}' holds an object that has no fields in any sample", where=str(files[0]))
         return found
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
         for batch in _batches(_samples(file, begin, lambda column: True)):
-            yield Block(_table(file, schema, batch), begin, batch[-1].read)
+            yield RecordBlock(_table(file, schema, batch), begin, batch[-1].read)
             begin += len(batch)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from raytrain_plus.data.convert.formats.lines import LineBlock, in_order, line_blocks, text_of
-from raytrain_plus.data.convert.formats.record_blocks import Block
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 
 SCHEMA = pa.schema([pa.field("text", pa.string())])
 
@@ -20,7 +20,7 @@ class TextLines:
         """See `records.Records`."""
         return SCHEMA
 
-    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[Block]:
+    def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
         """See `records.Records`."""
 
         def lines(block: LineBlock) -> pa.Table:
@@ -30,4 +30,4 @@ class TextLines:
             return pa.table([pa.array([line.removesuffix("\r") for line in found], pa.string())], schema=SCHEMA)
 
         for block, table in in_order(line_blocks(file, begin), lines):
-            yield Block(table, block.begin, block.read)
+            yield RecordBlock(table, block.begin, block.read)

@@ -240,15 +240,15 @@ def test_an_interrupted_packing_continues_after_its_last_part(
     documents = dataset(tmp_path / "a.parquet")
     whole = contents(Path(packed(documents, 16, saved, cache=tmp_path / "other").path))
     assert len(whole) > 10
-    real, calls = parts.Parts._write, [0]
+    real, calls = parts.ConvertedParts._write, [0]
 
-    def cut(self: parts.Parts, count: int) -> None:
+    def cut(self: parts.ConvertedParts, count: int) -> None:
         calls[0] += 1
         if calls[0] % 4 == 0:
             raise KeyboardInterrupt
         real(self, count)
 
-    monkeypatch.setattr(parts.Parts, "_write", cut)
+    monkeypatch.setattr(parts.ConvertedParts, "_write", cut)
     kept = dict[str, int]()
     for _ in range(100):
         try:

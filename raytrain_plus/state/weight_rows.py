@@ -30,7 +30,7 @@ _ROWS = re.compile(r"(.*)\[([0-9]+):([0-9]+)\]", re.DOTALL)
 _TENSOR = re.compile(r"(param|ema|optim)/(.*)", re.DOTALL)
 
 
-class Rows(NamedTuple):
+class WeightRows(NamedTuple):
     """Rows [first, last) of a weight; `last` is None for all rows."""
 
     weight: str
@@ -41,20 +41,20 @@ class Rows(NamedTuple):
     def name(self) -> str:
         """The name of these rows as a parameter.
 
-        >>> Rows("w", 3, 7).name, Rows("w").name
+        >>> WeightRows("w", 3, 7).name, WeightRows("w").name
         ('w[3:7]', 'w')
         """
         return self.weight if self.last is None else f"{self.weight}[{self.first}:{self.last}]"
 
 
-def parse_rows(parameter: str) -> Rows:
+def parse_rows(parameter: str) -> WeightRows:
     """Return which rows a parameter's name stands for.
 
     >>> parse_rows("w[3:7]"), parse_rows("block.w")
-    (Rows(weight='w', first=3, last=7), Rows(weight='block.w', first=0, last=None))
+    (WeightRows(weight='w', first=3, last=7), WeightRows(weight='block.w', first=0, last=None))
     """
     found = _ROWS.fullmatch(parameter)
-    return Rows(found[1], int(found[2]), int(found[3])) if found else Rows(parameter)
+    return WeightRows(found[1], int(found[2]), int(found[3])) if found else WeightRows(parameter)
 
 
 def weight_of(parameter: str) -> str:
@@ -66,17 +66,17 @@ def weight_of(parameter: str) -> str:
     return parse_rows(parameter).weight
 
 
-def piece_of(rows: Rows, units: int) -> Piece:
+def piece_of(rows: WeightRows, units: int) -> Piece:
     """Return the piece of these rows of a weight that has so many."""
     return Piece(OF_ROWS + rows.weight, rows.first, units if rows.last is None else rows.last)
 
 
-def rows_of(pieces: Pieces, units: Mapping[str, int]) -> list[Rows]:
+def rows_of(pieces: Pieces, units: Mapping[str, int]) -> list[WeightRows]:
     """Return the rows of weights in a set of pieces; `units`: how many rows each weight has."""
     found = []
     for name, first, last in pieces:
         weight = name.removeprefix(OF_ROWS)
-        found.append(Rows(weight) if (first, last) == (0, units[weight]) else Rows(weight, first, last))
+        found.append(WeightRows(weight) if (first, last) == (0, units[weight]) else WeightRows(weight, first, last))
     return found
 
 
@@ -85,11 +85,11 @@ def only_rows(pieces: Pieces) -> Pieces:
     return Pieces.of(piece for piece in pieces if piece.name.startswith(OF_ROWS))
 
 
-def whole_name(tensor: str) -> tuple[str, Rows | None]:
+def whole_name(tensor: str) -> tuple[str, WeightRows | None]:
     """Return the name that a tensor of the state has where nothing is sharded, and which rows of that it is.
 
     >>> whole_name("optim/w[3:7]/exp_avg"), whole_name("buffer/mean")
-    (('optim/w/exp_avg', Rows(weight='w', first=3, last=7)), ('buffer/mean', None))
+    (('optim/w/exp_avg', WeightRows(weight='w', first=3, last=7)), ('buffer/mean', None))
     """
     found = _parsed(tensor)
     if found is None:
@@ -165,7 +165,7 @@ def assemble(
 class _Offer(NamedTuple):
     """What a part has of some rows of a weight."""
 
-    rows: Rows
+    rows: WeightRows
     tensors: Mapping[tuple[str, str], Packed]
     """By kind (param, ema, optim) and key."""
     values: Any
@@ -227,7 +227,7 @@ def values_of(
             dtype, shape, data = packed
             row = data.nbytes // max(1, units[weight])
             shape = (last - first, *shape[1:]) if units[weight] > 1 else shape
-            found[f"param/{Rows(weight, first, last).name}"] = dtype, shape, data[first * row : last * row]
+            found[f"param/{WeightRows(weight, first, last).name}"] = dtype, shape, data[first * row : last * row]
     return found
 
 
@@ -248,7 +248,7 @@ def put_values(tensors: Mapping[str, Packed], units: Mapping[str, int]) -> dict[
     return found
 
 
-def first_rows(optimizer: Mapping[str, Any], owned: Iterable[Rows]) -> dict[str, Any]:
+def first_rows(optimizer: Mapping[str, Any], owned: Iterable[WeightRows]) -> dict[str, Any]:
     """Return the trees of those weights whose first rows are `owned`, under the names of the weights.
 
     `optimizer`: by parameter, which can be rows of a weight.

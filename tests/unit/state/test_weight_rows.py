@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.state import rows as module
-from raytrain_plus.state.rows import (
+from raytrain_plus.state import weight_rows as module
+from raytrain_plus.state.weight_rows import (
     Packed,
-    Rows,
+    WeightRows,
     assemble,
     only_rows,
     parse_rows,
@@ -95,7 +95,8 @@ def test_any_rows_are_made_from_any_others(before: list[int], after: list[int], 
     # Each range twice: a row has two holders.
     parts = [part(pair, master=master) for pair in pairwise(before)] * 2
     names = [
-        Rows("w").name if (first, last) == (0, ROWS) else Rows("w", first, last).name for first, last in pairwise(after)
+        WeightRows("w").name if (first, last) == (0, ROWS) else WeightRows("w", first, last).name
+        for first, last in pairwise(after)
     ]
     tensors, tree = assemble(parts, names, UNITS, ["w"] if master else [])
     kinds = 4 if master else 3
@@ -139,7 +140,7 @@ def test_an_optimizer_without_a_step_has_nothing_to_give() -> None:
 
 def test_pieces_and_rows_name_each_other() -> None:
     pieces = Pieces.of([Piece("optim/w", 0, 9), Piece("optim/b", 1, 3), Piece("block")])
-    assert rows_of(only_rows(pieces), UNITS) == [Rows("b", 1, 3), Rows("w")]
-    assert whole_name("optim/block.w[0:2]/exp_avg") == ("optim/block.w/exp_avg", Rows("block.w", 0, 2))
-    assert whole_name("param/w") == ("param/w", Rows("w"))
-    assert parse_rows("odd]name[1:x]") == Rows("odd]name[1:x]")
+    assert rows_of(only_rows(pieces), UNITS) == [WeightRows("b", 1, 3), WeightRows("w")]
+    assert whole_name("optim/block.w[0:2]/exp_avg") == ("optim/block.w/exp_avg", WeightRows("block.w", 0, 2))
+    assert whole_name("param/w") == ("param/w", WeightRows("w"))
+    assert parse_rows("odd]name[1:x]") == WeightRows("odd]name[1:x]")
