@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from raytrain_plus.collective.invitation import Invitation
-from raytrain_plus.collective.world import OneWay, Operation, Work
+from raytrain_plus.collective.world import FixedTransport, Operation, Work
 from raytrain_plus.errors import Interrupted
 
 _SAME = {
@@ -61,7 +61,7 @@ def load_horovod() -> None:
         os.environ.setdefault(name, "")
 
 
-class HorovodWorld(OneWay):
+class HorovodWorld(FixedTransport):
     """A Horovod world of this process; at most one exists at a time."""
 
     def __init__(self, formation: Invitation, *, fuses: bool = True) -> None:

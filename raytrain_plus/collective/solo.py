@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from raytrain_plus.collective.world import OneWay, Operation, Work
+from raytrain_plus.collective.world import FixedTransport, Operation, Work
 
 
 class _Done:
@@ -15,7 +15,7 @@ class _Done:
         return None
 
 
-class SoloWorld(OneWay):
+class SoloWorld(FixedTransport):
     """A world with one member and no sockets."""
 
     rank = 0

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from raytrain_plus.collective.world import LOOK_S, OneWay, Operation, Transfer, Work
+from raytrain_plus.collective.world import LOOK_S, FixedTransport, Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 
 LEAVE_S = 0.1
@@ -39,7 +39,7 @@ class Copies(Protocol):
         """Copy from the host into a tensor, before what is computed with it from now on."""
 
 
-class StagedWorld(OneWay):
+class StagedWorld(FixedTransport):
     """See the module docstring: `World`, and `Peers` if the world of the host is one."""
 
     def __init__(self, world: Any, copies: Copies, interrupted: Callable[[], bool] = lambda: False) -> None:

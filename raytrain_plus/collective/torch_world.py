@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.collective.member_credentials import link_proof
-from raytrain_plus.collective.world import OneWay, Operation, Transfer, Work
+from raytrain_plus.collective.world import FixedTransport, Operation, Transfer, Work
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.torch_compat import gloo_options
 
@@ -49,7 +49,7 @@ CLOSE_S = 0.1
 """Limit, in seconds, of waiting for a group to end; a stuck one ends by itself after its collectives' own limit."""
 
 
-class TorchWorld(OneWay):
+class TorchWorld(FixedTransport):
     """A Gloo process group of its own, never torch's default group."""
 
     def __init__(self, formation: Invitation) -> None:

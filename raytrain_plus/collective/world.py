@@ -34,7 +34,7 @@ class Work(Protocol):
         """
 
 
-class Ways(Protocol):
+class SwitchableTransport(Protocol):
     """A world that may later use another way, which all its members begin at once."""
 
     @property
@@ -56,7 +56,7 @@ class Ways(Protocol):
         """Why the other way will never be ready here; empty if it will, or is."""
 
 
-class World(Ways, Protocol):
+class World(SwitchableTransport, Protocol):
     """A member's interface to a world."""
 
     rank: int
@@ -84,8 +84,8 @@ class World(Ways, Protocol):
         """Leave the world and free its resources. Safe to call after an error."""
 
 
-class OneWay:
-    """`Ways` of which there is one."""
+class FixedTransport:
+    """`SwitchableTransport` of which there is one."""
 
     forming = switched = False
     why_never = ""

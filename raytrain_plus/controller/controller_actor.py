@@ -18,7 +18,7 @@ from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.group.nodes import Nodes
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.rescaling import effect, requested
-from raytrain_plus.controller.run_order import Closing, Driver, Order
+from raytrain_plus.controller.run_order import Closing, Driver, RunOrder
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.runs.process import lives
@@ -67,7 +67,7 @@ def drives(lives: bool | None, unheard_s: float) -> bool:
 class Controller:
     """The controller; `launch.cluster.begin` creates its Ray actor. Public methods may run while `run` does."""
 
-    def __init__(self, order: Order, limits: Limits, began: float, driver: Driver | None = None) -> None:
+    def __init__(self, order: RunOrder, limits: Limits, began: float, driver: Driver | None = None) -> None:
         """Prepare the run of this order; `began`: Unix seconds at which Ray was available.
 
         An attached run has a `driver`, and this process ends with it.

@@ -31,7 +31,7 @@ from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
-from raytrain_plus.controller.run_order import Closing, Order
+from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Limits
@@ -51,7 +51,7 @@ class Engine:
 
     def __init__(
         self,
-        order: Order,
+        order: RunOrder,
         limits: Limits,
         began: float,
         *,
@@ -172,7 +172,7 @@ class Engine:
         self._checkpoints.restart_clock()
 
 
-def journal_of(order: Order, run: Claimed, clock: Clock) -> Journal:
+def journal_of(order: RunOrder, run: Claimed, clock: Clock) -> Journal:
     """Return the journal of this run."""
     plan = order.plan
     rows, epochs = plan.index.rows, plan.job.epochs

@@ -6,7 +6,7 @@ import json
 
 from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
 from raytrain_plus.observe.trackers.callbacks import Callbacks, CalledTask
@@ -17,7 +17,7 @@ from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 
 
-def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
+def open_run(order: RunOrder, run: Claimed, journal: Journal, host: Host) -> None:
     """Claim the run's folder and open it. Raises `RunError` if the storage does not take what a run begins with."""
     plan = order.plan
     try:
@@ -40,7 +40,7 @@ def open_run(order: Order, run: Claimed, journal: Journal, host: Host) -> None:
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure
 
 
-def callbacks_of(order: Order, run: Claimed) -> Callbacks | None:
+def callbacks_of(order: RunOrder, run: Claimed) -> Callbacks | None:
     """Return what calls the methods of the task that hear of the run in this folder; None if the task has none."""
     if not order.callbacks:
         return None

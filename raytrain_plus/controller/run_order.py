@@ -14,7 +14,7 @@ from raytrain_plus.workers.messages import Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class RunOrder:
     """The driver's request to the controller."""
 
     plan: Plan

@@ -20,7 +20,7 @@ from typing import TextIO
 
 import cloudpickle
 
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.observe.run_events import RunEvent
@@ -29,7 +29,7 @@ from raytrain_plus.observe.views.progress import PlainView
 MODULE = "raytrain_plus.launch.background"
 
 
-def begin_in_background(order: Order) -> None:
+def begin_in_background(order: RunOrder) -> None:
     """Start a run on a local Ray of its own, detached from this process; return once it trains.
 
     What the run prints goes to a file in the system's temporary folder. Raises the error that prevented the start.
@@ -81,7 +81,7 @@ def main() -> None:
     from raytrain_plus.launch.cluster import connected
     from raytrain_plus.launch.driver import Signals, drive
 
-    order: Order = pickle.load(sys.stdin.buffer)
+    order: RunOrder = pickle.load(sys.stdin.buffer)
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # From here on, standard output goes to the same file as standard error.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

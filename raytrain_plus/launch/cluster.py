@@ -21,7 +21,7 @@ from ray.util.client import ray as client
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raytrain_plus.controller.controller_actor import Controller
-from raytrain_plus.controller.run_order import Driver, Order
+from raytrain_plus.controller.run_order import Driver, RunOrder
 from raytrain_plus.errors import InputError, RunError, first_line
 from raytrain_plus.install.ray_folder import ray_folder
 from raytrain_plus.job.settings import Job
@@ -279,7 +279,7 @@ def _warn_of_an_open_cluster() -> None:
             )
 
 
-def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
+def begin(order: RunOrder, began: float, *, detached: bool) -> tuple[Any, Any]:
     """Start the controller of a run on this node; return its actor and the reference that is ready when it ends.
 
     `began`: Unix seconds at which Ray was ready. If `detached`, the controller outlives this process and ends by
@@ -323,7 +323,7 @@ def begin(order: Order, began: float, *, detached: bool) -> tuple[Any, Any]:
         raise
 
 
-def _ask_machines(order: Order, here: str) -> None:
+def _ask_machines(order: RunOrder, here: str) -> None:
     """Check that each machine with room for a worker sees what the run needs; `here` is this machine's node id.
 
     Raises `InputError` if a machine lacks something. Warns about a machine that does not answer in time: its worker

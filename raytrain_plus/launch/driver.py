@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from raytrain_plus.controller.run_order import Closing, Order
+from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch.cluster import begin
 from raytrain_plus.observe.run_events import RunEvent
@@ -34,7 +34,9 @@ CLOSING_S = 10.0
 """Maximum seconds from a run's last event to the end of its controller; then the result in the folder is used."""
 
 
-def drive(order: Order, began: float, view: ProgressView | None, signals: Signals, *, detached: bool = False) -> Result:
+def drive(
+    order: RunOrder, began: float, view: ProgressView | None, signals: Signals, *, detached: bool = False
+) -> Result:
     """Run an order until it ends, on the connected Ray; the run ends with this process, unless `detached`.
 
     Raises `RunError` if the controller died and left no result.
@@ -174,7 +176,7 @@ def _died(why: str, run: Folder) -> RunError:
     return RunError(f"the controller died: {why}; {what_is_kept(run)}")
 
 
-def launch(order: Order, began: float) -> None:
+def launch(order: RunOrder, began: float) -> None:
     """Start a detached run on the connected Ray; return once it trains.
 
     The run survives this process. Raises the error that prevented the start.

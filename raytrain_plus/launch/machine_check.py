@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.horovod_usable import horovod_state
@@ -35,7 +35,7 @@ class Seen:
     horovod: str
 
 
-def needs_of(order: Order, probe: Probe) -> Needs:
+def needs_of(order: RunOrder, probe: Probe) -> Needs:
     """Return what each machine must see for this run."""
     files: dict[str, int] = {}
     datasets = [data for data in (order.plan.index, order.plan.held_out) if data is not None]
@@ -79,7 +79,7 @@ def _look_at_horovod(needs: Needs) -> str:
     return state.reason if needs.horovod and not state.usable else ""
 
 
-def check_seen(order: Order, machine: str, seen: Seen) -> None:
+def check_seen(order: RunOrder, machine: str, seen: Seen) -> None:
     """Raise `InputError` if the machine named `machine` does not see what the run needs."""
     job = order.plan.job
     if seen.storage:

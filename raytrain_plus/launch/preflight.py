@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 import yaml
 
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.dataset import TEXTS, both_data
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
@@ -60,7 +60,7 @@ def order_of(
     roots: Sequence[Path] = (),
     may_change: Collection[str] = (),
     fresh_rates: bool = False,
-) -> Order | Result:
+) -> RunOrder | Result:
     """Return the order for the controller, or the result if the same job has finished already.
 
     `roots` are folders to import the task from, besides the working directory. An unfinished run of this name resumes
@@ -99,7 +99,7 @@ def order_of(
     unformed = unused_workers(sizes)
     for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:
         print(f"warning: {warning}", file=sys.stderr)
-    return Order(
+    return RunOrder(
         plan=Plan(
             job=job if pickled is None else replace(job, task=_spelled(job.task)),
             pickled_task=pickled,

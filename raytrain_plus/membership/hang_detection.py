@@ -169,7 +169,7 @@ class Pulses:
             told = self.all[worker].told
             self.all[worker] = Pulse(doing=doing, since=now - since_s, limit_s=limit_s, heard=now, told=told)
 
-    def told(self, worker: str, now: float) -> None:
+    def on_pulse(self, worker: str, now: float) -> None:
         """Record that a member was told to leave its world."""
         if worker in self.all:
             self.all[worker] = replace(self.all[worker], told=now)

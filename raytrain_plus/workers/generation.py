@@ -17,7 +17,7 @@ from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.torch_world import TorchWorld
-from raytrain_plus.collective.world import Ways, World
+from raytrain_plus.collective.world import SwitchableTransport, World
 from raytrain_plus.device_copies import HostCopies, release_memory
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal, out_of_memory
@@ -326,7 +326,7 @@ class Generation:
         world.close()
         self._control.enter("idle")
 
-    def _train(self, feed: Feed, world: World, peers: Ways | None) -> Any:
+    def _train(self, feed: Feed, world: World, peers: SwitchableTransport | None) -> Any:
         assert self._steps is not None, "it has joined"
         prepared, assignment = self._prepared, self._assignment
         job, feeds = prepared.plan.job, prepared.feeds

@@ -311,10 +311,10 @@ def test_texts_from_others_are_stripped_before_they_are_recorded(
     run = LocalFolder(tmp_path / "run")
     journal = Journal(run, 8, 100, None, Past())
     said = f"no answer from {FORMS[0]} at all"
-    journal.waits(said)
+    journal.record_wait(said)
     journal.open(Fence(run, 0), "name: run\n", {}, "here:1", {"files": []})
     journal.not_saved(1, said)
-    journal.waits(f"again {said}")
+    journal.record_wait(f"again {said}")
     with caplog.at_level(logging.DEBUG):
         result = journal.finish("run", "failed", f"{said}\nTraceback: {FORMS[11]}", None, 0.0)
     followed = list(itertools.islice(journal.follow(0, 1.0), 10))

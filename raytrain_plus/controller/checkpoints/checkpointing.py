@@ -16,7 +16,7 @@ from raytrain_plus.controller.checkpoints.open_checkpoints import Abandoned, Sav
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.roster.partitions import Partitions
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Phase, cover, members_in
@@ -38,7 +38,7 @@ GENERATIONS = 32
 log = logging.getLogger(__name__)
 
 
-def publisher_of(run: Claimed, order: Order, journal: Journal, done: Callable[[Published], None]) -> Publisher:
+def publisher_of(run: Claimed, order: RunOrder, journal: Journal, done: Callable[[Published], None]) -> Publisher:
     """Return the publisher of this run's checkpoints; `done` gets each outcome, on the publisher's thread."""
     past, checkpoint = order.past or Past(), order.plan.job.checkpoint
     return Publisher(
@@ -60,7 +60,7 @@ class Checkpoints:
     def __init__(
         self,
         run: Claimed,
-        order: Order,
+        order: RunOrder,
         journal: Journal,
         publisher: Publisher,
         loop: EventLoop,
@@ -184,7 +184,7 @@ class Checkpoints:
         # A number that no generation has: the remains of an earlier attempt may exist under the old one.
         number = self._journal.begin_number(group.generation)
         # An event has that number before a checkpoint has it: else events would seem to be missing.
-        self._journal.saving(step, 0, 0, None)
+        self._journal.record_saving(step, 0, 0, None)
         self._saving.begin(step, number, list(stages))
         owners = {
             name: limits.owned_rows(stage, workers[name].owned)
@@ -299,7 +299,9 @@ class Checkpoints:
             self._not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
-            self._journal.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name)
+            self._journal.record_saved(
+                manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name
+            )
             self._machine.feed(e.Saved(manifest.step))
         self._settled(manifest.step, manifest.generation)
 

@@ -99,7 +99,7 @@ class Restoring:
 
     def _later(self, command: e.Restore, error: OSError) -> None:
         """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
-        self._journal.waits(f"the checkpoint storage: {error}")
+        self._journal.record_wait(f"the checkpoint storage: {error}")
         self._loop.later(RESTORE_AGAIN_S, partial(self.restore, command))
 
     def _damaged(self, command: e.Restore, manifest: Manifest, error: DamagedError) -> None:

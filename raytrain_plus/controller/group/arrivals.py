@@ -82,8 +82,8 @@ class Arrivals:
     def _came(self, name: str, location: WorkerLocation) -> None:
         if not self._expected(name):
             return
-        self.roster.came(location)
-        self.journal.came(location)
+        self.roster.record_location(location)
+        self.journal.record_joined(location)
         # Asked once the process is there, so that the answer is quick.
         self.loop.ask(name, "clock", then=partial(self._clocked, name, self.clock.unix()))
         self.pulses.add(name, self.clock.now())
@@ -102,7 +102,7 @@ class Arrivals:
         return True
 
     def _clocked(self, name: str, asked: float, clock_s: float) -> None:
-        self.journal.clocked(name, clock_s, asked, self.clock.unix())
+        self.journal.record_clock(name, clock_s, asked, self.clock.unix())
 
     def _prepared(self, name: str, ready: PreparedReport) -> None:
         if other := self._with_other_gpu(ready.gpu):

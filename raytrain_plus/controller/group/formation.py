@@ -159,7 +159,7 @@ class Formation:
         self.loop.later(STANDBY_S if self._formed else FIRST_STANDBY_S, partial(self._stand_by, view))
         self._formed = True
         counts = self.partitions.parameters(view)
-        self.journal.formed(
+        self.journal.record_formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,
             self.partitions.replaces(view.shape.stages), self.roster.held_bytes(self.machine.group.owners),
             self.partitions.slices,

@@ -91,7 +91,7 @@ class LastProgress:
         if now - self._told >= TELL_S:
             self._told = now
             done, of = (sum(one) for one in zip(*amounts.values(), strict=True)) if amounts else (0, 0)
-            self.journal.saving(self.hand_over.step, done, of, self._advance.rate(now))
+            self.journal.record_saving(self.hand_over.step, done, of, self._advance.rate(now))
         return self._advance.since
 
     def _ask(self, writers: Sequence[str]) -> None:

@@ -38,9 +38,9 @@ class Losses:
         """
         worker = self.machine.group.workers.get(name)
         if worker is not None:
-            self.journal.gone(name, cause)
+            self.journal.record_lost(name, cause)
             if worker.state == "in":
-                self.journal.broke(self.clock.unix(), f"{name} was lost: {cause}")
+                self.journal.record_broken(self.clock.unix(), f"{name} was lost: {cause}")
         self._dismiss(name, vacate=vacate, withhold=withhold)
         if self.hand_over.over:
             # If only this worker's share delayed the end, the run ends now, and nothing is computed again.

@@ -153,7 +153,7 @@ class Members:
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
             said = f"{name}: {outcome.fault}" if outcome.fault else ""
-            self._journal.broke(self._clock.unix(), said, follows=outcome.why == "interrupted")
+            self._journal.record_broken(self._clock.unix(), said, follows=outcome.why == "interrupted")
         self._machine.feed(
             e.Left(
                 name,

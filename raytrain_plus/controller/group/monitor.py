@@ -101,7 +101,7 @@ class Monitor:
             self.losses.lost(name, what)
         generation = self.machine.group.generation
         if verdict.stuck and self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
-            self.journal.broke(self.clock.unix(), "all workers waited for one another")
+            self.journal.record_broken(self.clock.unix(), "all workers waited for one another")
             self.machine.feed(e.Stuck(generation))
         owing = unresponsive(self.pulses.all, holders(self.machine.group), NODE_UNRESPONSIVE_S, now)
         self.nodes.suspect(self.roster.nodes(owing))
@@ -112,7 +112,7 @@ class Monitor:
         self.formation.cancel()
         now = self.clock.now()
         for name in command.workers:
-            self.pulses.told(name, now)
+            self.pulses.on_pulse(name, now)
             self._tell_to_leave(name, now)
 
     def stop(self, message: e.Stop) -> None:
@@ -120,7 +120,7 @@ class Monitor:
         if self._stopping_since is None and self.machine.group.phase is not Phase.CLOSE:
             self._stopping_since = self.clock.now()
             if self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
-                self.journal.waits(f"the end of this step, for at most {self.elastic.stop_grace_s:g} s")
+                self.journal.record_wait(f"the end of this step, for at most {self.elastic.stop_grace_s:g} s")
         self.machine.feed(message)
 
     def drains(self, message: Draining) -> None:
@@ -151,7 +151,9 @@ class Monitor:
         if have >= need:
             # All of them have started, and are preparing.
             return
-        self.journal.waits(f"{need - have} more of at least {plural(need, 'worker')} (each needs {self.loop.need})")
+        self.journal.record_wait(
+            f"{need - have} more of at least {plural(need, 'worker')} (each needs {self.loop.need})"
+        )
 
     def _ask(self, now: float) -> None:
         """Ask the workers what they do; remind those that should leave, with the addresses published so far."""
@@ -193,9 +195,9 @@ class Monitor:
             self.members.stand_aside()
             return
         if group.phase in (Phase.JOIN, Phase.PAUSE):
-            self.journal.broke(self.clock.unix(), f"{group.phase.value} took too long")
+            self.journal.record_broken(self.clock.unix(), f"{group.phase.value} took too long")
         for name in members_in(group) if group.phase is Phase.LEAVE else ():
-            self.journal.gone(name, "it did not leave its world in time")
+            self.journal.record_lost(name, "it did not leave its world in time")
         if group.phase is Phase.CLOSE:
             leaves = self._goes_within(LEAVE_BEFORE_S, self._last_writers(), untold=False)
             self.checkpoints.wait_no_longer(

@@ -109,7 +109,7 @@ class Replication:
             for seat, name in enumerate(members):
                 for keeper in filter(None, (name, told[name].buddy)):
                     copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
-            self._journal.copied(told.values())
+            self._journal.record_copies(told.values())
             self._settle(step, copies)
 
     def check(self, donors: Sequence[Donor], step: int) -> None:

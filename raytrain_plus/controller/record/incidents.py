@@ -91,7 +91,7 @@ class Incidents:
         if self._open and not self._together and self._waits is None:
             self._waits = now
 
-    def gone(self, worker: str) -> None:
+    def record_lost(self, worker: str) -> None:
         """Record that a worker's process is gone."""
         self._dead.add(worker)
 

@@ -194,12 +194,12 @@ class Journal:
         """Return the events from number `cursor` on; wait up to `timeout_s` for the first of them."""
         return self._followed.follow(cursor, timeout_s)
 
-    def came(self, location: WorkerLocation) -> None:
+    def record_joined(self, location: WorkerLocation) -> None:
         """Record that a worker's process has started."""
         self._locations[location.worker] = location
-        self._clocks.came(location.worker)
+        self._clocks.record_start(location.worker)
 
-    def clocked(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
+    def record_clock(self, worker: str, clock_s: float, asked: float, answered: float) -> None:
         """Record a worker's clock: see `Clocks.read`."""
         self._clocks.read(worker, clock_s, asked, answered)
 
@@ -207,14 +207,14 @@ class Journal:
         """Return a time of that worker, in Unix seconds, by the controller's clock."""
         return time + self._clocks.offset(worker)
 
-    def gone(self, worker: str, cause: str) -> None:
+    def record_lost(self, worker: str, cause: str) -> None:
         """Record that a worker was lost."""
-        self._incidents.gone(worker)
+        self._incidents.record_lost(worker)
         location = self._locations.get(worker)
         if location is not None:
             self._tell("worker_lost", **who(location), cause=cause)
 
-    def broke(self, now: float, cause: str, follows: bool = False) -> None:
+    def record_broken(self, now: float, cause: str, follows: bool = False) -> None:
         """Record that the group's world broke: see `Incidents.broke`."""
         self._incidents.broke(now, cause, follows)
 
@@ -289,7 +289,7 @@ class Journal:
             # The next checkpoint waits for it in any case.
             self._aside.later(self._outlets.sync, "the resumption cannot be made durable yet")
 
-    def copied(self, sent: Iterable[Sent]) -> None:
+    def record_copies(self, sent: Iterable[Sent]) -> None:
         """Record that the state after a step is in memory twice: these are the copies."""
         self._totals.copied(list(sent))
 
@@ -301,7 +301,7 @@ class Journal:
         self.check_fence()
         self._outlets.settle()
 
-    def saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
+    def record_saved(self, step: int, seconds: float, stall_s: float, name: str) -> None:
         """Record a complete checkpoint of `step`; it took `seconds`, and held the training up for `stall_s`."""
         self._newest = max(self._newest, step)
         self._tell("checkpoint_saved", step=step, seconds=seconds, stall_s=stall_s, checkpoint=name)
@@ -312,7 +312,7 @@ class Journal:
         self._tell_news()
         self._tell("checkpoint_failed", step=step, error=error)
 
-    def saving(self, step: int, written: int, total: int, per_s: float | None) -> None:
+    def record_saving(self, step: int, written: int, total: int, per_s: float | None) -> None:
         """Record how far the last writes of the run are, in bytes; the state is that after `step`."""
         self._tell("saving", step=step, written=written, total=total, per_s=per_s)
 
@@ -331,7 +331,7 @@ class Journal:
             return self._end[1]
         return (step + 1) * self._batch_size
 
-    def formed(
+    def record_formed(
         self, now: float, view: View, params: Mapping[str, int], spares: Sequence[str], collective: str, form_s: float,
         moved_bytes: int, repartitioned: bool = False, optimizer_bytes: Mapping[str, int] = MappingProxyType({}),
         slices: int = 1,
@@ -363,7 +363,7 @@ class Journal:
         )
         self._incidents.joined(now, {name: who(self._locations[name]) for name in self._members}, form_s)
 
-    def waits(self, what: str) -> None:
+    def record_wait(self, what: str) -> None:
         """Record that the run waits for something."""
         self._incidents.waits(self._clock())
         if what != self._waiting:

@@ -13,7 +13,7 @@ class Clocks:
     def __init__(self) -> None:
         self._offsets: dict[str, float] = {}
 
-    def came(self, worker: str) -> None:
+    def record_start(self, worker: str) -> None:
         """Record that a worker's process has started; its clock counts as ours until it is read."""
         self._offsets[worker] = 0.0
 

@@ -60,7 +60,7 @@ class Roster:
         self._sights: dict[str, Mapping[str, tuple[Sight, ...]]] = {}
         """For each node, what its first worker saw of the data files: its replacements compare their view with it."""
 
-    def came(self, location: WorkerLocation) -> None:
+    def record_location(self, location: WorkerLocation) -> None:
         """Record where a worker's process runs."""
         self._locations[location.worker] = location
 

@@ -28,7 +28,7 @@ class Leaf(nn.Module):
     bias: nn.Parameter | None
 
 
-class Meeting:
+class SharedInput:
     """Where the columns of one module meet: those that get the same input share its gradient's sum.
 
     `divides`: outside of what is cut, a worker has the positions of its slices alone (`positions`). They are gathered
@@ -75,7 +75,7 @@ class Column(nn.Module):
     """
 
     def __init__(
-        self, slices: Sequence[Leaf], meeting: Meeting, fused: int, in_features: int, *, gathers: bool, keeps: bool
+        self, slices: Sequence[Leaf], meeting: SharedInput, fused: int, in_features: int, *, gathers: bool, keeps: bool
     ) -> None:
         """Compute with `slices`, which have `weight` and `bias`."""
         super().__init__()
@@ -134,7 +134,9 @@ def _kept(outputs: torch.Tensor, link: Link, count: int) -> torch.Tensor:
 class Row(nn.Module):
     """A linear layer whose inputs are divided between slices: (..., in of the hosted slices) -> (..., out)."""
 
-    def __init__(self, slices: Sequence[Leaf], meeting: Meeting, bias: nn.Parameter | None, out_features: int) -> None:
+    def __init__(
+        self, slices: Sequence[Leaf], meeting: SharedInput, bias: nn.Parameter | None, out_features: int
+    ) -> None:
         """Compute with `slices`, which have `weight`; the `bias` is added once, to their sum."""
         super().__init__()
         self._slices = tuple(slices)
@@ -159,7 +161,7 @@ class Vocabulary(nn.Module):
         self,
         slices: Sequence[Leaf],
         numbers: Sequence[int],
-        meeting: Meeting,
+        meeting: SharedInput,
         rows: int,
         whole: int,
         padding: int | None,

@@ -12,7 +12,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.slice_names import is_slice, slice_of_weight, unit_of
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.modules import Column, Leaf, Meeting, Row, Vocabulary, part_of
+from raytrain_plus.parallel.tensor.modules import Column, Leaf, Row, SharedInput, Vocabulary, part_of
 from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
 from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, WHERE, Cut, SliceKind, cuts_of
 from raytrain_plus.torch_compat import has_accumulated_hooks, has_backward_hooks, has_hooks
@@ -119,7 +119,7 @@ def _cut(
 ) -> nn.Module:
     """Cut the modules of a layer; their slices go to `holders`. Return the layer, which may be such a module itself."""
     _check_unshared(layer, module, cuts)
-    meetings: dict[str, Meeting] = {}
+    meetings: dict[str, SharedInput] = {}
     for path, inner in list(module.named_modules()):
         name = _full(layer, path)
         if name not in cuts:
@@ -145,17 +145,17 @@ def _cut(
 
 def _meeting(
     module: nn.Module, layer: str, path: str, cuts: Mapping[str, Cut], slicing: Slicing, count: int
-) -> Meeting:
+) -> SharedInput:
     """Return where the columns of the module at a path of a layer meet."""
     if not slicing.divides:
-        return Meeting(slicing.link, count)
+        return SharedInput(slicing.link, count)
     below = [cut for name, cut in cuts.items() if name.startswith(f"{_full(layer, path)}.")]
     # Its code does not see parts of the positions, because it has none: attention, say, with its norm before it.
     enters = any(cut.kind == "row" for cut in below) and not any(cut.divides for cut in below)
     if enters:
         entrance = Entrance(_full(layer, path), slicing.link)
         module.get_submodule(path).register_forward_pre_hook(entrance, with_kwargs=True)
-    return Meeting(slicing.link, count, divides=True, enters=enters)
+    return SharedInput(slicing.link, count, divides=True, enters=enters)
 
 
 def _replicated(name: str, module: nn.Module, slicing: Slicing, count: int) -> nn.Module:
@@ -195,7 +195,7 @@ def _leaf(holder: Leaf, path: str) -> Leaf:
 
 
 def _cut_module(
-    name: str, module: nn.Module, cut: Cut, slicing: Slicing, slices: Mapping[int, Leaf], meeting: Meeting
+    name: str, module: nn.Module, cut: Cut, slicing: Slicing, slices: Mapping[int, Leaf], meeting: SharedInput
 ) -> nn.Module:
     wanted = nn.Embedding if cut.kind == "vocabulary" else nn.Linear
     if not isinstance(module, wanted) or type(module).forward is not wanted.forward:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import record_function
 
-from raytrain_plus.collective.world import OneWay, Operation, Work, World
+from raytrain_plus.collective.world import FixedTransport, Operation, Work, World
 from raytrain_plus.device_clock import Mark
 from raytrain_plus.observe.step_profile import Change, Phase, Sum
 
@@ -116,7 +116,7 @@ class WatchedWork:
         return None if following is None else self._watch.watched(following)
 
 
-class WatchedWorld(OneWay):
+class WatchedWorld(FixedTransport):
     """A world whose sums a watch records."""
 
     def __init__(self, world: World, watch: PhaseWatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from raytrain_plus.collective.world import Ways, World
+from raytrain_plus.collective.world import SwitchableTransport, World
 from raytrain_plus.data.ledger.ledger import SKIPPED
 from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.parallel.pipeline.timeline import Bar
@@ -154,7 +154,7 @@ def train(
     copying: Copying,
     tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
-    peers: Ways | None = None,
+    peers: SwitchableTransport | None = None,
     profiling: Profiling = not_profiled,
     incomplete: bool = False,
     saved: bool = False,

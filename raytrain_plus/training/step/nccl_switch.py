@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from raytrain_plus.collective.world import Ways
+from raytrain_plus.collective.world import SwitchableTransport
 from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.step_records import Remark
 
@@ -20,7 +20,7 @@ GAINS = 0.97
 class Switch:
     """Switches after the first step in which no member says that it is not ready; see `World.forming`."""
 
-    def __init__(self, ways: Sequence[Ways], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ways: Sequence[SwitchableTransport], clock: Callable[[], float] = time.monotonic) -> None:
         """Begin a generation, whose worlds are `ways`."""
         self._ways = ways
         self._clock = clock

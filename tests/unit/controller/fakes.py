@@ -14,7 +14,7 @@ from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
 from raytrain_plus.controller.group.formation import Formed
 from raytrain_plus.controller.group.members import Reported
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.sources.source import Index
 from raytrain_plus.errors import WorkerLost
@@ -223,7 +223,7 @@ def index_of(rows: int) -> Index:
     )
 
 
-def order_of(job: Job, folder: Path, past: Past | None = None) -> Order:
+def order_of(job: Job, folder: Path, past: Past | None = None) -> RunOrder:
     plan = Plan(
         job=job,
         pickled_task=None,
@@ -234,7 +234,7 @@ def order_of(job: Job, folder: Path, past: Past | None = None) -> Order:
         collective="torch",
         folder=str(folder),
     )
-    return Order(
+    return RunOrder(
         plan=plan,
         sizes=size_table(job),
         fresh=False,

@@ -86,13 +86,13 @@ class Kept:
             committed=9,
             begin_number=self.begin_number,
             on_our_clock=lambda worker, time: time + (worker == "a") * 100,
-            saving=lambda step, written, total, per_s: None,
+            record_saving=lambda step, written, total, per_s: None,
             settle=lambda: None,
             check_fence=lambda: None,
             outages=Outages(),
             samples=lambda step: 8 * (step + 1),
             metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
-            saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
+            record_saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
             not_saved=lambda step, why: self.told.append((step, why)),
         )
         plan = SimpleNamespace(
@@ -106,7 +106,7 @@ class Kept:
         loop = EventLoop(Told(self.told), self.time.clock)
         loop.start("a")
         roster = Roster()
-        roster.came(WorkerLocation(worker="a", pid=1, node="n", address="h"))
+        roster.record_location(WorkerLocation(worker="a", pid=1, node="n", address="h"))
         roster.prepared("a", PreparedReport(parameters=1, state_bytes=1))
         partitions = Partitions(job_of(), roster, size_table(job_of()))
         self.machine = machine

@@ -116,7 +116,7 @@ def test_a_loss_after_the_last_step_ends_with_the_run() -> None:
     incidents.committed(1.0)
     assert incidents.ended(1.1) is None
     incidents.broke(1.3, "b was killed")
-    incidents.gone("b")
+    incidents.record_lost("b")
     recovery = incidents.ended(1.6)
     assert recovery is not None
     assert (recovery.kept, recovery.replaced) == ([A], [])
@@ -129,7 +129,7 @@ def test_a_loss_in_the_last_evaluation_which_others_repeated() -> None:
     incidents.joined(0.0, {"a": A, "b": B}, form_s=0.1)
     incidents.committed(1.0)
     incidents.broke(1.3, "b was killed")
-    incidents.gone("b")
+    incidents.record_lost("b")
     incidents.left(1.4, 0)
     incidents.joined(1.6, {"a": A, "c": C}, form_s=0.1)
     recovery = incidents.ended(2.0)

@@ -72,10 +72,10 @@ def test_a_follower_from_far_back_gets_events_dropped_from_memory(
 
 
 def test_a_workers_clock_is_known_to_the_duration_of_the_call(journal: Journal) -> None:
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
-    journal.clocked("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_clock("a", clock_s=1000.15, asked=1000.1, answered=1000.3)
     assert journal._clocks.offset("a") == 0.0
-    journal.clocked("a", clock_s=900.0, asked=1000.1, answered=1000.3)
+    journal.record_clock("a", clock_s=900.0, asked=1000.1, answered=1000.3)
     assert journal._clocks.offset("a") == pytest.approx(100.2)
 
 
@@ -85,7 +85,7 @@ def step(number: int) -> StepRecord:
 
 def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folder) -> None:
     for name in "ab":
-        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.record_joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a", "b"], -1, 0)
     journal.report("a", [replace(step(0), remarks=(Remark("x", "seen"), Remark("y", "too")))])
     journal.report("b", [replace(step(0), remarks=(Remark("x", "seen by another"),))])
@@ -95,7 +95,7 @@ def test_a_remark_is_reported_once_whoever_makes_it(journal: Journal, run: Folde
 
 def test_a_profile_of_the_committed_steps_is_in_the_result_and_in_a_file(journal: Journal, run: Folder) -> None:
     for name in "ab":
-        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.record_joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a", "b"], -1, 0)
     of = ProfiledWorker(seat=0, device="a CPU", trace="t", operations=1, peak=None)
     told = [Profiled(step=number, seconds=1.0, phases={"rest": 1.0}, hidden_s=0.0, of=of) for number in range(2)]
@@ -113,7 +113,7 @@ def test_readings_of_gpus_are_in_a_step_every_half_a_minute(run: Folder) -> None
     journal = Journal(run, batch_size=8, rows=80, end=None, past=Past(), clock=lambda: now)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     for name in "ab":
-        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.record_joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a", "b"], -1, 0)
     journal._members = ("a", "b")
     use = GpuUse(utilisation=0.5, memory_bytes=10, power_w=None)
@@ -140,7 +140,7 @@ def test_readings_of_gpus_are_in_a_step_every_half_a_minute(run: Folder) -> None
 
 def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, run: Folder) -> None:
     for name in "ab":
-        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.record_joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a", "b"], -1, 0)
     for rates in ((0.5,), (0.5, 0.25), ()):
         number = journal.committed + 1
@@ -153,7 +153,7 @@ def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(journal: Journal, 
 
 
 def test_evaluations_appear_after_their_steps(journal: Journal, run: Folder) -> None:
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     measured = [Evaluated(step=number, metrics={"loss": 1.0}) for number in (-1, 1)]
     journal.report("a", [measured[0], step(0), step(1), measured[1], step(2)])
@@ -166,9 +166,9 @@ def test_evaluations_appear_after_their_steps(journal: Journal, run: Folder) -> 
 
 def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     journal = journal_of(run)
-    journal.waits("a worker")
+    journal.record_wait("a worker")
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     found = [Evaluated(step=number, metrics={"loss": float(number)}) for number in range(2)]
     journal.report("a", [replace(step(0), metrics={"share": 0.5}), found[0], step(1), found[1]])
@@ -196,7 +196,7 @@ def test_a_resumed_run_reports_its_own_figures_and_those_of_the_whole(tmp_path: 
     past = Past(generation=0, committed=4, metrics={1: {"accuracy": 0.5}}, recoveries=2, stall_s=3.0)
     journal = Journal(run, batch_size=8, rows=80, end=None, past=past)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.go_back(1, 0, None, made=4, evaluated=1)
     journal.regroup(0.0, ["a"], 1, 0)
     journal.report("a", [step(2), step(3)])
@@ -235,7 +235,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     )
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.fails = True
@@ -272,7 +272,7 @@ def test_a_resumption_is_durable_before_anything_is_entered_after_it(
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     monkeypatch.setattr(Aside, "later", lambda self, act, failing: None)
     monkeypatch.setattr(EventLog, "sync", synced)
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.go_back(-1, 1, None, 3, -2)
     assert journal._outlets._parts is not None
     journal._outlets._parts.add(1, 0, NOTES)
@@ -287,7 +287,7 @@ def test_an_overtaken_controller_enters_nothing_more(tmp_path: Path, monkeypatch
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
     Fence(run, claims_of(run))
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
 
     def enter() -> None:
@@ -342,7 +342,7 @@ def test_no_storage_delays_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = Standing(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {})
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     run.free.clear()
     run.fails = True
     for number in range(100):
@@ -392,11 +392,11 @@ def test_steps_recomputed_from_copies_are_reported_once(run: Folder) -> None:
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
     for name in ("a", "b"):
-        journal.came(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+        journal.record_joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0), step(1), step(2)])
-    journal.copied([Sent(worker="a", buddy="b", generation=0, step=0, bytes=8, stall_s=0.25)])
-    journal.broke(2.5, "a was lost")
+    journal.record_copies([Sent(worker="a", buddy="b", generation=0, step=0, bytes=8, stall_s=0.25)])
+    journal.record_broken(2.5, "a was lost")
     journal.regroup(3.0, ["b"], 0, 1)
     assert journal.committed == 2
     journal.report("b", [step(1), step(2), step(3)])
@@ -420,7 +420,7 @@ def test_a_moved_folder_is_reported_with_its_new_place(tmp_path: Path, monkeypat
     fence = Fence(held, 0)
     held.hold(fence.claim)
     journal.open(fence, "name: x\n", {}, "here", {})
-    journal.saved(7, 0.1, 0.0, "000000000007-00000000")
+    journal.record_saved(7, 0.1, 0.0, "000000000007-00000000")
     (tmp_path / "run").rename(tmp_path / "its new place")
     monkeypatch.setattr(Lease, "due", True)
     with pytest.raises(RunError, match=r"moved to .*its new place: the run stops") as told:
@@ -467,7 +467,7 @@ def test_a_full_disk_at_the_end_is_waited_for_once_and_reported(
     run = Filling(tmp_path / "run")
     journal = journal_of(run)
     journal.open(Fence(run, 0), "name: x\n", {}, "here", {"rows": 80})
-    journal.came(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
+    journal.record_joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     journal.regroup(0.0, ["a"], -1, 0)
     journal.report("a", [step(0)])
     run.full = True

@@ -27,7 +27,7 @@ def partitions(room: int, layers: tuple[Layer, ...] = LAYERS, given: tuple[str, 
     roster = Roster()
     # Another worker was lost before anything began.
     for name in ("a", "b", "lost"):
-        roster.came(WorkerLocation(worker=name, pid=1, node="n", address="h"))
+        roster.record_location(WorkerLocation(worker=name, pid=1, node="n", address="h"))
         roster.prepared(name, PreparedReport(parameters=11, state_bytes=1, layers=layers, room=room))
     job = job_of(1, 3, parallel=Parallel(pipeline=len(given or LAYERS), partition=given))
     return Partitions(job, roster, SizeTable(1, 3, job.data.shards))
@@ -75,7 +75,7 @@ def sliced(room: int, most: int, stages: int = 1) -> Partitions:
         Layer(name, seconds, 40, sliced_bytes=40) for name, seconds in zip("abcd", (1, 1, 1, 3), strict=True)
     )
     roster = Roster()
-    roster.came(WorkerLocation(worker="a", pid=1, node="n", address="h"))
+    roster.record_location(WorkerLocation(worker="a", pid=1, node="n", address="h"))
     roster.prepared("a", PreparedReport(parameters=11, state_bytes=1, layers=layers, room=room))
     job = job_of(1, most, parallel=Parallel(pipeline=stages, tensor=2))
     return Partitions(job, roster, SizeTable(1, most, job.data.shards, (stages,), 2))

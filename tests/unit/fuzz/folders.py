@@ -24,7 +24,7 @@ import xxhash
 import yaml
 
 from raytrain_plus import Data, Evaluate, Job
-from raytrain_plus.controller.run_order import Order
+from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.data.of_job import sample_order_of
@@ -461,7 +461,7 @@ def _resumed(run: LocalFolder, base: Base, done: Damage) -> int:
             and replace(job, name="run", storage="x") != replace(base.job, storage="x")
         ):
             raise Fault(f"another job is resumed: {job}")
-        if isinstance(order, Order) and order.past is not None and not done.forged:
+        if isinstance(order, RunOrder) and order.past is not None and not done.forged:
             steps = {one.step for one in order.past.found if one.manifest is not None}
             if not steps <= set(SAVED):
                 raise Fault(f"resumed from checkpoints of steps {steps}")

@@ -20,7 +20,7 @@ from raytrain_plus.collective.nccl import ID_BYTES
 from raytrain_plus.collective.nccl_forming import NAME
 from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.collective.world import OneWay, World
+from raytrain_plus.collective.world import FixedTransport, World
 from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
@@ -218,7 +218,7 @@ class Member:
         self.aborted = True
 
 
-class _Host(OneWay):
+class _Host(FixedTransport):
     """The host's way to sum."""
 
     def __init__(self, member: Member) -> None:

@@ -148,7 +148,7 @@ def test_questions_and_answers() -> None:
     pulses.asked("a", 11.0)
     assert pulses.all["a"].unresponsive_s(12.0) == 1.5
     assert pulses.due(["a"], 0.5, 12.0) == []
-    pulses.told("a", 12.0)
+    pulses.on_pulse("a", 12.0)
     pulses.heard("a", "computing", 2.0, 30.0, 12.5)
     assert pulses.all["a"] == Pulse(doing="computing", since=10.5, limit_s=30.0, heard=12.5, told=12.0)
     pulses.left("a", 13.0)
@@ -163,7 +163,7 @@ def test_no_worker_is_blamed_for_a_pause_of_the_controller() -> None:
     pulses.add("a", 0.0)
     pulses.heard("a", "computing", 0.0, 30.0, 0.0)
     pulses.asked("a", 1.0)
-    pulses.told("a", 1.0)
+    pulses.on_pulse("a", 1.0)
     pulses.forgive(100.0)
     assert judge(pulses.all, ["a"], [["a", "b"]], 30.0, 125.0).hung == {}
     assert overdue(pulses.all, 101.1, [["a", "b"]]) == []
