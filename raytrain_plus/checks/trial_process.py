@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from typing_extensions import override
+
 from raytrain_plus.data.dataset import both_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.prepare import LOCK_S, prepare_data
@@ -42,19 +44,19 @@ class Trying(Protocol):
         """Return what the trial found. Raises `TaskError` for a mistake in the task, `InputError` for others."""
 
 
-class TryingHere:
+class TryingHere(Trying):
     """A trial in this process."""
 
     def __init__(self, job: Job, roots: Sequence[Path]) -> None:
         self._job = job
         self._search = [Path.cwd(), *roots]
 
+    @override
     def data(self) -> None:
-        """See `Trying`."""
         prepare_data(self._job, self._search)
 
+    @override
     def result(self) -> Trial:
-        """See `Trying`."""
         # Loaded here, because it loads torch.
         from raytrain_plus.trial.task_trial import try_on_cpu
 
@@ -66,7 +68,7 @@ class TryingHere:
         return try_on_cpu(job, code.task, rows, held_out and replace(held_out, draws=rows.draws))
 
 
-class _TryingApart:
+class _TryingApart(Trying):
     """A trial in another process."""
 
     def __init__(self, job: Job, process: Any, answers: Connection) -> None:
@@ -75,14 +77,14 @@ class _TryingApart:
         self._answers = answers
         self._prepared = False
 
+    @override
     def data(self) -> None:
-        """See `Trying`."""
         if not self._prepared:
             self._take(LOCK_S, "data.prepare to write the data")
             self._prepared = True
 
+    @override
     def result(self) -> Trial:
-        """See `Trying`."""
         self.data()
         found: Trial = self._take(TRIAL_S, "the trial of the task")
         return found

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.errors import Interrupted
@@ -173,7 +174,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-class Nccl:
+class Nccl(Library):
     """NCCL on one GPU of this process, as `Library`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -183,12 +184,12 @@ class Nccl:
         self._nccl = nccl.core
         self._device = device
 
+    @override
     def new_id(self) -> bytes:
-        """See `Library`."""
         return bytes(self._nccl.get_unique_id())
 
+    @override
     def begin(self, shared_id: bytes, rank: int, size: int) -> Communicator:
-        """See `Library`."""
         nccl = self._nccl
         with torch.cuda.device(self._device):
             config = nccl.NCCLConfig(blocking=False)

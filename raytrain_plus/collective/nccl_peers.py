@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
-from raytrain_plus.collective.world import LOOK_S, Transfer
+from raytrain_plus.collective.world import LOOK_S, SwitchableTransport, Transfer
 from raytrain_plus.errors import Interrupted
 
 ANNOUNCED = (1 << 31) - 1
@@ -30,7 +31,7 @@ Direction = tuple[int, int]
 """Who sends to whom, by rank."""
 
 
-class NcclPeers:
+class NcclPeers(SwitchableTransport):
     """See the module docstring."""
 
     def __init__(
@@ -77,18 +78,18 @@ class NcclPeers:
             settle(one, "NCCL to connect two workers", self._limit_s, left)
 
     @property
+    @override
     def forming(self) -> bool:
-        """See `World`."""
         return bool(self._own) and not self.switched and not self._forming.ended
 
     @property
+    @override
     def switched(self) -> bool:
-        """See `World`."""
         return bool(self._outgoing or self._incoming)
 
     @property
+    @override
     def why_never(self) -> str:
-        """See `World`."""
         return self._forming.failure
 
     def use_formed(self) -> None:
@@ -114,8 +115,8 @@ class NcclPeers:
         received: Transfer = self._host.receive(tensor, source, tag) if link is None else link.receive(tensor, tag)
         return received
 
+    @override
     def begin_to_leave(self) -> None:
-        """See `World`."""
         self._forming.begin_to_leave()
 
     def close(self) -> None:

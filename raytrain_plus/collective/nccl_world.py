@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
@@ -18,7 +19,7 @@ FIRST_SUM = 1 << 16
 """Elements of the larger one of the first sums."""
 
 
-class NcclWorld:
+class NcclWorld(World):
     """See the module docstring."""
 
     def __init__(self, host: World, library: Library, limit_s: float, interrupted: Callable[[], bool]) -> None:
@@ -62,45 +63,45 @@ class NcclWorld:
         return self._uses is None and not self._forming.ended
 
     @property
+    @override
     def switched(self) -> bool:
-        """See `World`."""
         return self._uses is not None
 
     @property
+    @override
     def why_never(self) -> str:
-        """See `World`."""
         return self._forming.failure
 
+    @override
     def use_formed(self) -> None:
-        """See `World`."""
         [self._uses] = self._forming.communicators()
 
+    @override
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """See `World`."""
         return self._started(tensor, name, lambda one: one.reduce(tensor, operation)) or self._host.reduce(
             tensor, name, operation
         )
 
+    @override
     def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._started(
             tensor, name, lambda one: one.gather(as_bytes(tensor), as_bytes(into))
         ) or self._host.gather(tensor, into, name)
 
+    @override
     def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._started(
             tensor, name, lambda one: one.exchange(as_bytes(tensor), as_bytes(into))
         ) or self._host.exchange(tensor, into, name)
 
+    @override
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._started(
             tensor, name, lambda one: one.reduce_scatter(tensor.view(-1), into.view(-1))
         ) or self._host.reduce_scatter(tensor, into, name)
 
+    @override
     def begin_to_leave(self) -> None:
-        """See `World`."""
         self._forming.begin_to_leave()
 
     def close(self) -> None:

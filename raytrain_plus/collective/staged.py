@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
-from raytrain_plus.collective.world import LOOK_S, FixedTransport, Operation, Transfer, Work
+from raytrain_plus.collective.world import LOOK_S, FixedTransport, Operation, Transfer, Work, World
 from raytrain_plus.errors import Interrupted
 
 LEAVE_S = 0.1
@@ -39,7 +40,7 @@ class Copies(Protocol):
         """Copy from the host into a tensor, before what is computed with it from now on."""
 
 
-class StagedWorld(FixedTransport):
+class StagedWorld(FixedTransport, World):
     """See the module docstring: `World`, and `Peers` if the world of the host is one."""
 
     def __init__(self, world: Any, copies: Copies, interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -57,20 +58,20 @@ class StagedWorld(FixedTransport):
         self._thread = threading.Thread(target=self._start_all, name="starts staged operations", daemon=True)
         self._thread.start()
 
+    @override
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """See `World`."""
         return self._staged(tensor, tensor, lambda own, _: self._world.reduce(own, name, operation))
 
+    @override
     def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._staged(tensor, into, lambda own, room: self._world.gather(own, room, name))
 
+    @override
     def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._staged(tensor, into, lambda own, room: self._world.exchange(own, room, name))
 
+    @override
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._staged(tensor, into, lambda own, room: self._world.reduce_scatter(own, room, name))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:

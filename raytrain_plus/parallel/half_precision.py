@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
@@ -64,7 +65,7 @@ def check_carried(named: Named) -> None:
             )
 
 
-class Half:
+class Half(Wire):
     """A bucket that is sent as a 16-bit copy; see `wire.Wire`."""
 
     exact: ExactSum | None = None
@@ -84,25 +85,25 @@ class Half:
         """The sums in float32 if the bucket has 16 bits, which hold the means but perhaps not the sums."""
         self._weighting = Weighting()
 
+    @override
     def begin(self, scales: Mapping[str, int]) -> None:
-        """See `Wire`."""
         for tensor in (self._bucket, self.rider, self.given, self.flushed):
             tensor.zero_()
         self._weighting.begin()
 
+    @override
     def writes(self) -> int:
-        """See `Wire`."""
         return write_count(self._bucket)
 
+    @override
     def weigh(self, weight: Weight) -> None:
-        """See `Wire`."""
         self._weighting.next(self._bucket, weight)
 
     def end_shard(self) -> None:
         """See `Wire`: they are in it."""
 
+    @override
     def submit(self, world: World, name: str) -> list[Work]:
-        """See `Wire`."""
         works = [world.reduce(self.rider, f"{name}.rider")] if len(self.rider) else []
         if len(self.given) and not (world.size == 1 and self._bucket.dtype in HALVES):
             weight = self._weighting.take()
@@ -117,20 +118,20 @@ class Half:
         else:
             self._bucket.copy_(values)
 
+    @override
     def take_means(self, weight: float) -> None:
-        """See `Wire`."""
         total, self._total = self._total, None
         if total is None:
             multiply(self._bucket, self._weighting.take() / weight)
         else:
             self._bucket.copy_(total.mul_(1.0 / weight))
 
+    @override
     def scale(self, factor: float) -> None:
-        """See `Wire`."""
         self._bucket.mul_(factor)
 
 
-class _Exchange:
+class _Exchange(Work):
     """The sum of a bucket over a world, under way: the first of two collectives; see `world.Work`."""
 
     def __init__(
@@ -164,8 +165,8 @@ class _Exchange:
         self._sent.put(values, given.ne(0), 0)
         self._exchanged = world.exchange(self._sent.bytes, self._received.bytes, f"{name}.exchange")
 
+    @override
     def ended(self, within_s: float) -> bool:
-        """See `Work`."""
         return self._exchanged.ended(within_s)
 
     def finish(self) -> Work:
@@ -180,7 +181,7 @@ class _Exchange:
         return _Gather(gathering, every, self._count, self._added_in, self._summed)
 
 
-class _Gather:
+class _Gather(Work):
     """The second collective of a sum; see `world.Work`."""
 
     def __init__(self, work: Work, every: _Parts, count: int, added_in: torch.dtype, summed: Summed) -> None:
@@ -191,8 +192,8 @@ class _Gather:
         self._added_in = added_in
         self._summed = summed
 
+    @override
     def ended(self, within_s: float) -> bool:
-        """See `Work`."""
         return self._work.ended(within_s)
 
     def finish(self) -> None:

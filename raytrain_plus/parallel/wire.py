@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Work, World
@@ -21,28 +22,19 @@ Rider = Callable[[torch.dtype], int]
 class Wire(Protocol):
     """The gradients of some parameters, to which every shard's backward passes add, and their sums over the world."""
 
-    @property
-    def views(self) -> Sequence[torch.Tensor]:
-        """The gradient of each parameter."""
+    views: Sequence[torch.Tensor]
+    """The gradient of each parameter."""
+    rider: torch.Tensor
+    """Numbers summed with the gradients: written before the last backward pass, read after the sum; or none."""
+    given: torch.Tensor
+    """For each parameter, a number that is not zero if it has a gradient.
 
-    @property
-    def rider(self) -> torch.Tensor:
-        """Numbers summed with the gradients: written before the last backward pass, read after the sum; or none."""
-
-    @property
-    def given(self) -> torch.Tensor:
-        """For each parameter, a number that is not zero if it has a gradient.
-
-        Written before `submit`, for this worker's shards; after the sum it stands for all shards.
-        """
-
-    @property
-    def exact(self) -> ExactSum | None:
-        """The sum that must settle before its means are taken; None if any sum will do."""
-
-    @property
-    def flushed(self) -> torch.Tensor | None:
-        """The number of values, other than zero, that were sent as zero; None if all travel as they are."""
+    Written before `submit`, for this worker's shards; after the sum it stands for all shards.
+    """
+    exact: ExactSum | None
+    """The sum that must settle before its means are taken; None if any sum will do."""
+    flushed: torch.Tensor | None
+    """The number of values, other than zero, that were sent as zero; None if all travel as they are."""
 
     def begin(self, scales: Mapping[str, int]) -> None:
         """Clear everything. `scales`: the exponents of the quanta of an exact sum."""
@@ -69,7 +61,7 @@ class Wire(Protocol):
         """Multiply every gradient."""
 
 
-class Plain:
+class Plain(Wire):
     """The gradients themselves are summed."""
 
     exact: ExactSum | None = None
@@ -84,39 +76,39 @@ class Plain:
         self.rider = self._bucket[own + len(named) :]
         self._weighting = Weighting()
 
+    @override
     def begin(self, scales: Mapping[str, int]) -> None:
-        """See `Wire`."""
         self._bucket.zero_()
         self._weighting.begin()
 
+    @override
     def writes(self) -> int:
-        """See `Wire`."""
         return write_count(self._bucket)
 
+    @override
     def weigh(self, weight: Weight) -> None:
-        """See `Wire`."""
         self._weighting.next(self._gradients, weight)
 
     def end_shard(self) -> None:
         """See `Wire`: every shard adds to the bucket."""
 
+    @override
     def submit(self, world: World, name: str) -> Sequence[Work]:
-        """See `Wire`."""
         if world.size > 1:
             multiply(self._gradients, self._weighting.take())
         return [world.reduce(self._bucket, name)]
 
+    @override
     def take_means(self, weight: float) -> None:
-        """See `Wire`."""
         # A worker alone multiplies once.
         self._gradients.mul_(self._weighting.take() / weight)
 
+    @override
     def scale(self, factor: float) -> None:
-        """See `Wire`."""
         self._gradients.mul_(factor)
 
 
-class Exact:
+class Exact(Wire):
     """The sums are the same bits in any order: a float64 vector beside the bucket gets each shard's rounded gradients.
 
     See `collective.exact`.
@@ -133,27 +125,27 @@ class Exact:
         self.given, self.rider = self.exact.rider[: len(named)], self.exact.rider[len(named) :]
         self._weighting = Weighting()
 
+    @override
     def begin(self, scales: Mapping[str, int]) -> None:
-        """See `Wire`."""
         self._bucket.zero_()
         self._weighting.begin()
         self.exact.begin(scales)
 
+    @override
     def writes(self) -> int:
-        """See `Wire`."""
         return write_count(self._bucket)
 
+    @override
     def weigh(self, weight: Weight) -> None:
-        """See `Wire`."""
         self._weighting.next(self._bucket, weight)
 
+    @override
     def end_shard(self) -> None:
-        """See `Wire`."""
         self._add()
         self._bucket.zero_()
 
+    @override
     def submit(self, world: World, name: str) -> Sequence[Work]:
-        """See `Wire`."""
         self._add()
         return [world.reduce(self.exact.wire, name)]
 
@@ -162,14 +154,14 @@ class Exact:
         multiply(self._bucket, self._weighting.take())
         self.exact.add(self.views)
 
+    @override
     def take_means(self, weight: float) -> None:
-        """See `Wire`."""
         # A sum can exceed the range of the gradient's dtype although its mean does not; only this copy rounds to that
         # dtype.
         self._bucket.copy_(self.exact.total.div_(weight))
 
+    @override
     def scale(self, factor: float) -> None:
-        """See `Wire`."""
         self._bucket.mul_(factor)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
@@ -223,7 +224,7 @@ def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
     return counted_cost(operations(), sum(value.numel() for value in layers.parameters()), elements)
 
 
-class Alone:
+class Alone(PassWork):
     """A microbatch, as `chunk.PassWork`, with timed passes."""
 
     def __init__(self, task: Task, seed: int, technique: Technique, microbatch: Microbatch) -> None:
@@ -239,23 +240,23 @@ class Alone:
         taken, self._seconds = self._seconds, 0.0
         return taken
 
+    @override
     def rows(self, microbatch: int) -> int:
-        """See `chunk.PassWork`."""
         return self._microbatch.rows
 
+    @override
     def batch(self, microbatch: int) -> Any:
-        """See `chunk.PassWork`."""
         return to_device(self._microbatch.batch, self._device, copy=True)
 
+    @override
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        """See `chunk.PassWork`."""
         found = task_loss(self._task, model, batch, self._microbatch.rows)
         check_depends(found.loss, "the loss of a microbatch")
         return Objective(found.loss, 1.0)
 
     @contextmanager
+    @override
     def computing(self, kind: Kind, chunk: int, microbatch: int, weight: Weight | None = None) -> Iterator[None]:
-        """See `chunk.PassWork`."""
         set_random_key(random_key(self._seed, "measure", chunk))
         self._wait()
         start = time.perf_counter()

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.slice_names import layer_of_unit, number_of_unit, whole_weight
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.modules import part_of
 from raytrain_plus.parallel.tensor.simulated_hosts import Hosts
@@ -72,13 +73,13 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     check.gradients()
 
 
-class _Noting(Alone):
+class _Noting(Alone, PassWork):
     """A microbatch that notes the metrics that its loss returned last."""
 
     metrics: Mapping[str, float] = MappingProxyType({})
 
+    @override
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        """See `chunk.PassWork`."""
         found = task_loss(self._task, model, batch, self.rows(microbatch))
         self.metrics = {name: float(value) for name, value in found.metrics.items()}
         return Objective(found.loss, 1.0)

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.first_rows import first_rows, microbatch_of
@@ -33,7 +34,7 @@ from raytrain_plus.job.task_loader import (
     trim_traceback,
     users_frames,
 )
-from raytrain_plus.parallel.pipeline.chunk import Chunk
+from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
@@ -459,11 +460,11 @@ def _changed(value: nn.Parameter, *, on_host: bool) -> nn.Parameter:
     return master
 
 
-class _Evaluated(Alone):
+class _Evaluated(Alone, PassWork):
     """A held-out microbatch, as `chunk.PassWork`: its metrics take the place of the loss."""
 
+    @override
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        """See `chunk.PassWork`."""
         return held_out_metrics(self._task, model, batch, self.rows(microbatch))
 
 

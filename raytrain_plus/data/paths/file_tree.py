@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
+from typing_extensions import override
+
 from raytrain_plus.errors import DataError, first_line
 from raytrain_plus.storage.place import Place, RemotePath, StoreEntry
 
@@ -35,11 +37,11 @@ def tree_of(path: Place) -> Tree:
     return RemoteTree() if isinstance(path, RemotePath) else LocalTree()
 
 
-class LocalTree:
+class LocalTree(Tree):
     """See `Tree`."""
 
+    @override
     def kind(self, path: Place) -> Kind | None:
-        """See `Tree`."""
         assert isinstance(path, Path)
         # `Path.exists` raises some errors and treats others as absence; which ones depends on Python's version.
         try:
@@ -57,16 +59,16 @@ class LocalTree:
             raise DataError(f"cannot be accessed: {reason}", where=str(path)) from error
         return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
+    @override
     def names(self, folder: Place) -> list[str]:
-        """See `Tree`."""
         assert isinstance(folder, Path)
         try:
             return os.listdir(folder)
         except OSError as error:
             raise DataError(f"cannot be listed: {error.strerror}", where=str(folder)) from error
 
+    @override
     def walk(self, folder: Place, *, hidden: bool = False) -> Iterator[Place]:
-        """See `Tree`."""
         assert isinstance(folder, Path)
         for inside, below, names in os.walk(str(folder), onerror=_refuse_to_list, followlinks=True):
             below[:] = [name for name in below if hidden or not is_hidden(name)]
@@ -76,35 +78,35 @@ class LocalTree:
                 if (hidden or not is_hidden(name)) and self.kind(file := Path(inside, name)) == "file":
                     yield file
 
+    @override
     def found(self, file: Place) -> Place:
-        """See `Tree`."""
         return file
 
 
-class RemoteTree:
+class RemoteTree(Tree):
     """See `Tree`. Remembers what listings say: asking for each file on its own would be a round trip each."""
 
     def __init__(self) -> None:
         self._known: dict[RemotePath, StoreEntry | None] = {}
 
+    @override
     def kind(self, path: Place) -> Kind | None:
-        """See `Tree`."""
         entry = self._entry(path)
         return None if entry is None else "file" if entry.is_file else "folder"
 
+    @override
     def names(self, folder: Place) -> list[str]:
-        """See `Tree`."""
         return [one.name for one in self._listed(folder, recursive=False)]
 
+    @override
     def walk(self, folder: Place, *, hidden: bool = False) -> Iterator[Place]:
-        """See `Tree`."""
         for one in self._listed(folder, recursive=True):
             below = one.relative_to(folder).parts
             if one.entry and one.entry.is_file and (hidden or not any(map(is_hidden, below))):
                 yield one
 
+    @override
     def found(self, file: Place) -> Place:
-        """See `Tree`."""
         assert isinstance(file, RemotePath)
         return RemotePath(file.store, file.parts, file.settings, self._entry(file))
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from typing_extensions import override
 
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline import timeline
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault
-from raytrain_plus.parallel.pipeline.sequential import forward_only, forward_then_backward
+from raytrain_plus.parallel.pipeline.sequential import Runner, forward_only, forward_then_backward
 from raytrain_plus.parallel.pipeline.timeline import Action, Orders
 from raytrain_plus.torch_compat import run_schedule
 
@@ -53,7 +54,7 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
     ]
 
 
-class Pipeline:
+class Pipeline(Runner):
     """The `in_turn.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
@@ -62,8 +63,8 @@ class Pipeline:
         self._built: dict[int, Any] = {}
         """Torch's schedules by the number of microbatches."""
 
+    @override
     def run(self, work: PassWork, microbatches: int) -> None:
-        """See `in_turn.Runner`."""
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
@@ -75,8 +76,8 @@ class Pipeline:
         # An aborted schedule is not used again.
         self._built[microbatches] = running
 
+    @override
     def forward(self, work: PassWork, microbatches: int) -> list[Any]:
-        """See `in_turn.Runner`."""
         return forward_only(self._chunks, work, microbatches)
 
     def _build(self, microbatches: int) -> Any:

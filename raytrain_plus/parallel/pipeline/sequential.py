@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 
@@ -52,21 +53,21 @@ class InTurn:
         return forward_only(self._chunks, work, microbatches)
 
 
-class OneByOne:
+class OneByOne(Runner):
     """A `Runner` of a model in one chunk: each microbatch passes forward and backward before the next one."""
 
     def __init__(self, chunk: Chunk) -> None:
         self._chunk = chunk
 
+    @override
     def run(self, work: PassWork, microbatches: int) -> None:
-        """See `Runner`."""
         self._chunk.begin(work, microbatches)
         for microbatch in range(microbatches):
             self._chunk.forward_one_chunk(microbatch)
             self._chunk.backward_one_chunk(microbatch)
 
+    @override
     def forward(self, work: PassWork, microbatches: int) -> list[Any]:
-        """See `Runner`."""
         return forward_only([self._chunk], work, microbatches)
 
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import RunError, TaskError, TrainingError
@@ -70,7 +71,7 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SameRank:
+class SameRank(Peers):
     """Those members of a replica that have one tensor rank, as `Peers`: one of each stage."""
 
     world: Peers
@@ -81,12 +82,12 @@ class SameRank:
         """The number of this stage."""
         return self.world.rank // self.ranks
 
+    @override
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Transfer:
-        """See `Peers`."""
         return self.world.send(tensor, self._member(to), tag)
 
+    @override
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Transfer:
-        """See `Peers`."""
         return self.world.receive(tensor, self._member(source), tag)
 
     def _member(self, stage: int) -> int:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from typing_extensions import override
+
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.storage.interface import Buffer, Folder, Stat
 
@@ -26,7 +28,7 @@ class Claim:
     content: bytes
 
 
-class Guarded:
+class Guarded(Folder):
     """A `Folder` that calls `check` before each change, and again before a written file gets its name."""
 
     def __init__(self, folder: Folder, check: Callable[[], None]) -> None:
@@ -37,52 +39,52 @@ class Guarded:
         self.exclusive = folder.exclusive
 
     @property
+    @override
     def path(self) -> Path | None:
-        """See `Folder`."""
         return self._folder.path
 
+    @override
     def path_of(self, name: str) -> Path | None:
-        """See `Folder`."""
         return self._folder.path_of(name)
 
+    @override
     def write(self, name: str, data: Iterable[Buffer]) -> None:
-        """See `Folder`."""
         self._changed(lambda: self._folder.write(name, self._checked(data)))
 
+    @override
     def create(self, name: str, data: bytes) -> bool:
-        """See `Folder`."""
         return self._changed(lambda: self._folder.create(name, data))
 
+    @override
     def read(self, name: str) -> bytes:
-        """See `Folder`."""
         return self._folder.read(name)
 
+    @override
     def read_into(self, name: str, start: int, into: memoryview) -> None:
-        """See `Folder`."""
         self._folder.read_into(name, start, into)
 
+    @override
     def files(self, under: str = "") -> Mapping[str, Stat]:
-        """See `Folder`."""
         return self._folder.files(under)
 
+    @override
     def unfinished(self, under: str = "") -> Mapping[str, Stat]:
-        """See `Folder`."""
         return self._folder.unfinished(under)
 
+    @override
     def remove(self, name: str) -> None:
-        """See `Folder`."""
         self._changed(lambda: self._folder.remove(name))
 
+    @override
     def move(self, to: str) -> None:
-        """See `Folder`."""
         self._changed(lambda: self._folder.move(to))
 
+    @override
     def inside(self, name: str) -> Folder:
-        """See `Folder`."""
         return Guarded(self._folder.inside(name), self._check)
 
+    @override
     def existing(self) -> Folder:
-        """See `Folder`."""
         return Guarded(self._folder.existing(), self._check)
 
     def _changed(self, change: Callable[[], T]) -> T:

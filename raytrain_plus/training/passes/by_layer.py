@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Transfer, Work
 from raytrain_plus.device_copies import BatchCopies
 from raytrain_plus.parallel.pipeline.chunk import Chunk
-from raytrain_plus.parallel.pipeline.sequential import InTurn
+from raytrain_plus.parallel.pipeline.sequential import AroundChunks, InTurn
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches
-from raytrain_plus.training.passes.passes import Shards
+from raytrain_plus.training.passes.passes import Passes, Shards
 from raytrain_plus.training.passes.stage import HeldOut, ReplicaStage
 from raytrain_plus.training.passes.synchronous import ReplicaStep
 from raytrain_plus.training.update.fault_search import FaultSearch
@@ -35,7 +36,7 @@ from raytrain_plus.training.weights.model_part import ModelPart
 
 
 @dataclass(kw_only=True)
-class ByLayer(ReplicaStage):
+class ByLayer(ReplicaStage, Passes):
     """See `passes.Passes`: a replica of one stage, whose chunks are the layers."""
 
     gathered: GatheredLayer
@@ -43,8 +44,8 @@ class ByLayer(ReplicaStage):
     weight: float | None = None
     unread = ()
 
+    @override
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
-        """See `passes.Passes`."""
         work = _LayerStep(self, step, shards, context, search)
         self.bars = work.bars
         work.take_batches()
@@ -98,7 +99,7 @@ def layer_passes(state: TrainState) -> ByLayer:
     )
 
 
-class _LayerStep(ReplicaStep):
+class _LayerStep(ReplicaStep, AroundChunks):
     """One step, as `chunk.PassWork` and `in_turn.AroundChunks`."""
 
     def __init__(
@@ -112,8 +113,8 @@ class _LayerStep(ReplicaStep):
         """The layer whose sums are under way."""
 
     @contextmanager
+    @override
     def around(self, chunk: int, *, backward: bool) -> Iterator[None]:
-        """See `in_turn.AroundChunks`."""
         last, gathered = self._layers.last_chunk, self._layers.gathered
         following = chunk - 1 if backward else chunk + 1
         if not backward and chunk == 0:
@@ -187,7 +188,7 @@ class _LayerStep(ReplicaStep):
         return self._layers.parts[chunk]
 
 
-class _HeldOutLayers(HeldOut):
+class _HeldOutLayers(HeldOut, AroundChunks):
     """Some held-out microbatches, as `chunk.PassWork` and `in_turn.AroundChunks`."""
 
     def __init__(self, stage: ByLayer, shard: int, some: Sequence[Any], context: StepContext) -> None:
@@ -196,8 +197,8 @@ class _HeldOutLayers(HeldOut):
         self._context = context
 
     @contextmanager
+    @override
     def around(self, chunk: int, *, backward: bool) -> Iterator[None]:
-        """See `in_turn.AroundChunks`."""
         gathered = self._layers.gathered
         if chunk == 0:
             gathered.begin(chunk, self._context)

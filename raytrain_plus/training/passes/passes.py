@@ -36,9 +36,8 @@ class ReplicaPasses(Protocol):
     def chunks(self) -> Sequence[int]:
         """The index in the model of each part that this worker holds."""
 
-    @property
-    def metrics(self) -> OwnMetrics:
-        """The metrics of the replica's shards in the step whose header is in the first part's rider."""
+    metrics: OwnMetrics
+    """The metrics of the replica's shards in the step whose header is in the first part's rider."""
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """Return the metrics of the held-out batches of the hosted shards; the same on all stages of a replica."""

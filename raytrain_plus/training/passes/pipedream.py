@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Work
-from raytrain_plus.parallel.pipeline.chunk import Objective
+from raytrain_plus.parallel.pipeline.chunk import Objective, PassWork
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.parallel.wire import Named
@@ -30,13 +31,13 @@ from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.model.randomness import MicrobatchKeys
-from raytrain_plus.training.passes.passes import Ended, Shards
+from raytrain_plus.training.passes.passes import Ended, Overlapping, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
 from raytrain_plus.training.passes.stage import ReplicaStage
 from raytrain_plus.training.update.fault_search import FaultSearch
 
 
-class PipeDream(ReplicaStage):
+class PipeDream(ReplicaStage, Overlapping):
     """See `passes.Overlapping`. Lives for one generation, as its model replica's world does."""
 
     @functools.cached_property
@@ -44,6 +45,7 @@ class PipeDream(ReplicaStage):
         """The versions of the stage's weights."""
         return WeightVersions([value for part in self.parts.values() for _, value in part.parameters])
 
+    @override
     def run_window(
         self,
         steps: range,
@@ -52,7 +54,6 @@ class PipeDream(ReplicaStage):
         context: StepContext,
         end: Ended,
     ) -> None:
-        """See `passes.Overlapping`."""
         context.control.enter("collective", "stages")
         self.weights.forget()
         work = _WindowWork(self, self.weights, steps, counted, batches, context, end)
@@ -62,8 +63,8 @@ class PipeDream(ReplicaStage):
         work.end_due()
         self.handovers.finish()
 
+    @override
     def updating(self) -> AbstractContextManager[None]:
-        """See `passes.Overlapping`."""
         return self.weights.updating()
 
 
@@ -120,7 +121,7 @@ class WeightVersions:
             parameter.data = value
 
 
-class _WindowWork:
+class _WindowWork(PassWork):
     """Several steps of a model replica, as `chunk.PassWork`: the microbatches of all their shards in sequence."""
 
     def __init__(
@@ -164,8 +165,8 @@ class _WindowWork:
         self._reports: dict[int, ShardReports] = {}
         self.bars: list[Bar] = []
 
+    @override
     def rows(self, number: int) -> int:
-        """See `chunk.PassWork`."""
         step, shard, index = self.places[number]
         return self._counted[step][shard][index].rows
 
@@ -179,14 +180,14 @@ class _WindowWork:
             del self._open[step]
         return given
 
+    @override
     def loss(self, number: int, model: nn.Module, given: Any) -> Objective:
-        """See `chunk.PassWork`."""
         place = self._place(number)
         return self._stage.loss(model, given, place, self._reports.setdefault(place.step, ShardReports()))
 
     @contextmanager
+    @override
     def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
-        """See `chunk.PassWork`."""
         self.end_due()
         part, (step, shard, index) = self._part, self.places[number]
         self._control.check()

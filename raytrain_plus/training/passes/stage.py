@@ -11,12 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.data.values.collate import counts_tokens, default_weight
 from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.sequential import OneByOne, Runner
@@ -32,6 +33,7 @@ from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.exchange.thread_control import Control, RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus, from_plain, merged
 from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches, checked
+from raytrain_plus.training.passes.passes import ReplicaPasses
 from raytrain_plus.training.passes.shard_reports import ShardReports
 from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
 from raytrain_plus.training.update.step_sums import StepSums
@@ -44,7 +46,7 @@ AT_ONCE = 16
 
 
 @dataclass(kw_only=True)
-class ReplicaStage:
+class ReplicaStage(ReplicaPasses):
     """A stage in one generation: `Synchronous` and `PipeDream` add its passes; see `passes.ReplicaPasses`."""
 
     task: Task
@@ -162,7 +164,7 @@ class ReplicaStage:
         return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
     def loss(self, model: nn.Module, given: Any, place: RowSpan, reports: ShardReports) -> Objective:
-        """See `loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
+        """See `task_loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
         batch, start, ids = given
         microbatch = Microbatch(batch, place.rows, start, ids)
         factor, mean = self.sums.loss_factor, self.rules[MEAN_LOSS]
@@ -210,8 +212,8 @@ class ReplicaStage:
             found.add(shard, microbatch.rows, Means(*one))
         self.finish()
 
+    @override
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """See `passes.ReplicaPasses`."""
         if self.is_last:
             self._give_metrics(dict(metrics))
         found: Mapping[str, float] = self._take_metrics()
@@ -227,8 +229,8 @@ class ReplicaStage:
     def _take_metrics(self) -> Any:
         return self.agreement.take_note("metrics", self.index, self._of_stage(self.last)[0])
 
+    @override
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses`."""
         found = dict(gradients)
         if self.number not in self.tied:
             return found
@@ -319,7 +321,7 @@ def _runner(schedule: Schedule, stages: int, chunks: Sequence[Chunk]) -> Runner:
     return Pipeline(schedule, chunks)
 
 
-class HeldOut:
+class HeldOut(PassWork):
     """Some held-out microbatches of a shard, as `chunk.PassWork`: their metrics take the place of the loss."""
 
     def __init__(
@@ -331,16 +333,16 @@ class HeldOut:
         self._stage = stage
         self._control = context.control
 
+    @override
     def rows(self, number: int) -> int:
-        """See `chunk.PassWork`."""
         return self.some[number][1].rows
 
+    @override
     def batch(self, number: int) -> Any:
-        """See `chunk.PassWork`."""
         return self.batches[number]
 
+    @override
     def loss(self, number: int, model: nn.Module, given: Any) -> Any:
-        """See `chunk.PassWork`."""
         # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
         copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
         batch = to_device(given, self._stage.device, copy=copy)
@@ -348,8 +350,8 @@ class HeldOut:
         return held_out_metrics(self._stage.task, model, batch, self.rows(number), weighted=weighted)
 
     @contextmanager
+    @override
     def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
-        """See `chunk.PassWork`."""
         part = self._stage.parts[chunk]
         self._control.check()
         self._control.enter("computing")

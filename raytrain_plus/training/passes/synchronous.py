@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.reading.microbatches import Microbatch
-from raytrain_plus.parallel.pipeline.chunk import Objective
+from raytrain_plus.parallel.pipeline.chunk import Objective, PassWork
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar, Kind
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.training.exchange.context import StepContext
@@ -52,7 +53,7 @@ class Synchronous(ReplicaStage):
         return work.works
 
 
-class ReplicaStep:
+class ReplicaStep(PassWork):
     """One step of a model replica, as `chunk.PassWork`: the microbatches of all its shards in sequence."""
 
     def __init__(
@@ -84,21 +85,21 @@ class ReplicaStep:
         """Pass the batches on to the stage that computes the loss, or receive them there."""
         self._batches = self._stage.pass_on_batches(self._batches)
 
+    @override
     def rows(self, number: int) -> int:
-        """See `chunk.PassWork`."""
         return self._microbatch(number).rows
 
     def batch(self, number: int) -> Any:
         """See `chunk.PassWork`. The batch comes with the values for the ledger."""
         return self._batches[number]
 
+    @override
     def loss(self, number: int, model: nn.Module, given: Any) -> Objective:
-        """See `chunk.PassWork`."""
         return self._stage.loss(model, given, self._place(number), self._reports)
 
     @contextmanager
+    @override
     def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
-        """See `chunk.PassWork`."""
         part, (shard, index) = self._stage.parts[chunk], self.places[number]
         last_of_shard = index + 1 == len(self._shards[shard])
         reducing = self._reducing(kind, chunk)

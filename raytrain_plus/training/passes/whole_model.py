@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.values.collate import counts_tokens, default_weight
@@ -25,14 +26,14 @@ from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
 from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.passes.passes import Shards
+from raytrain_plus.training.passes.passes import Passes, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
 from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
 from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.train_state import TrainState
 
 
-class WholePasses:
+class WholePasses(Passes):
     """See `passes.Passes`: a model replica of one worker, which has nobody to exchange anything with."""
 
     bars: Sequence[Bar] = ()
@@ -50,17 +51,17 @@ class WholePasses:
         self._reports = ShardReports()
 
     @property
+    @override
     def weight(self) -> float | None:
-        """See `passes.Passes`."""
         return self._reports.weight()
 
     @property
+    @override
     def unread(self) -> list[Numbers]:
-        """See `passes.Passes`."""
         return [*self._reports.unread, *self._part.buffers.unread]
 
+    @override
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
-        """See `passes.Passes`."""
         part, control, works = self._part, context.control, list[Work]()
         before, reports = part.writes(), ShardReports(_reports_of(shards))
         self._reports = reports
@@ -143,8 +144,8 @@ class WholePasses:
             yield
         works += started
 
+    @override
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
-        """See `passes.ReplicaPasses`."""
         part, control, found = self._part, context.control, MetricSums()
         summarised = type(self._task).summarise is not Task.summarise
         for shard in hosted:
@@ -169,12 +170,12 @@ class WholePasses:
                 control.enter("data")
         return found
 
+    @override
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """See `passes.ReplicaPasses`."""
         return metrics
 
+    @override
     def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """See `passes.ReplicaPasses`."""
         return gradients
 
     def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch.profiler import record_function
+from typing_extensions import override
 
 from raytrain_plus.collective.world import FixedTransport, Operation, Work, World
 from raytrain_plus.device_clock import Mark
@@ -93,7 +94,7 @@ class PhaseWatch:
         return opened
 
 
-class WatchedWork:
+class WatchedWork(Work):
     """A `world.Work` that tells a watch when it is seen to have ended."""
 
     def __init__(self, watch: PhaseWatch, work: Work, begin: float) -> None:
@@ -102,21 +103,21 @@ class WatchedWork:
         self.begin = begin
         """When it was submitted."""
 
+    @override
     def ended(self, within_s: float) -> bool:
-        """See `world.Work`."""
         ended = self._work.ended(within_s)
         if ended:
             self._watch.ended(self)
         return ended
 
+    @override
     def finish(self) -> Work | None:
-        """See `world.Work`."""
         following = self._work.finish()
         self._watch.ended(self)
         return None if following is None else self._watch.watched(following)
 
 
-class WatchedWorld(FixedTransport):
+class WatchedWorld(FixedTransport, World):
     """A world whose sums a watch records."""
 
     def __init__(self, world: World, watch: PhaseWatch) -> None:
@@ -124,22 +125,22 @@ class WatchedWorld(FixedTransport):
         self._watch = watch
         self.rank, self.size = world.rank, world.size
 
+    @override
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:
-        """See `World`."""
         return self._watch.watched(self._world.reduce(tensor, name, operation))
 
+    @override
     def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._watch.watched(self._world.gather(tensor, into, name))
 
+    @override
     def exchange(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._watch.watched(self._world.exchange(tensor, into, name))
 
+    @override
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Work:
-        """See `World`."""
         return self._watch.watched(self._world.reduce_scatter(tensor, into, name))
 
+    @override
     def close(self) -> None:
-        """See `World`."""
         self._world.close()

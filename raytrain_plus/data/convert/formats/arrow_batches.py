@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from typing_extensions import override
 
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -17,11 +18,11 @@ _MAGIC, _END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 """How a file of the file format begins, and one of the stream format ends."""
 
 
-class ArrowBatches:
-    """See `records.Records`. A position is the number of a record batch."""
+class ArrowBatches(Records):
+    """A position is the number of a record batch."""
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
 
         def schemas() -> Iterator[tuple[Path, pa.Schema]]:
             for file in files:
@@ -30,8 +31,8 @@ class ArrowBatches:
 
         return united(schemas())
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         with _opened(file) as (_, batches):
             for number, (batch, read) in enumerate(batches):
                 if number >= begin and batch.num_rows:

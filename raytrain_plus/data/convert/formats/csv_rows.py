@@ -14,9 +14,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
+from typing_extensions import override
 
 from raytrain_plus.data.convert.formats.lines import BLOCK_BYTES, compression_of
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -44,15 +45,15 @@ _ROUNDED = r"^[-+]?\d{16,}$"
 """Whole numbers that a fraction may not hold exactly."""
 
 
-class CsvRows:
-    """See `records.Records`. A position is a number of rows, because a quoted value may hold the end of a line."""
+class CsvRows(Records):
+    """A position is a number of rows, because a quoted value may hold the end of a line."""
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         return united((file, _schema(file, whole)) for file in files)
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         for size in _BLOCKS:
             try:
                 for block in _blocks(file, schema, begin, size):

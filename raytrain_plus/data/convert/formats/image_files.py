@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+from typing_extensions import override
 
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records
 from raytrain_plus.data.values.images import header_fault
 from raytrain_plus.errors import DataError
 
@@ -16,8 +17,8 @@ CLASSES = b"classes"
 """The key of the class names, as a JSON list, in the metadata of the columns: `label` is a position in this list."""
 
 
-class ImageFiles:
-    """See `records.Records`. Each file has one row, at position 0."""
+class ImageFiles(Records):
+    """Each file has one row, at position 0."""
 
     def __init__(self, root: Path, files: Sequence[Path], *, check: bool = True) -> None:
         """Number the classes: the sorted folders directly below `root` that hold images, as ImageFolder does.
@@ -37,15 +38,15 @@ class ImageFiles:
                 remedy="move the image into one of the folders",
             )
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         image, label = pa.field("image", pa.binary()), pa.field("label", pa.int64())
         if not self._numbers:
             return pa.schema([image])
         return pa.schema([image, label], {CLASSES: json.dumps([*self._numbers])})
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         try:
             encoded = file.read_bytes()
         except OSError as error:

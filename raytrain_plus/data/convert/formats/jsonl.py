@@ -12,9 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.json
+from typing_extensions import override
 
 from raytrain_plus.data.convert.formats.lines import LineBlock, in_order, line_blocks, line_number, text_of
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -26,19 +27,19 @@ _EXACT = 2**53
 """Up to here a fraction holds every whole number exactly."""
 
 
-class JsonLines:
-    """See `records.Records`. A position is that of a byte in the uncompressed file."""
+class JsonLines(Records):
+    """A position is that of a byte in the uncompressed file."""
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         return united(
             (file, schema)
             for file in files
             for _, schema in in_order(islice(line_blocks(file), None if whole else 1), partial(_schema_of, file))
         )
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         for block, table in in_order(line_blocks(file, begin), partial(_table, file, schema)):
             if table.num_rows:
                 yield RecordBlock(table, block.begin, block.read)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from typing_extensions import override
 
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records
 from raytrain_plus.data.paths.file_tree import tree_of
 from raytrain_plus.errors import DataError, first_line
 from raytrain_plus.storage.place import Place
@@ -28,22 +29,22 @@ _UNREADABLE = (OSError, ValueError, RuntimeError, pa.ArrowException)
 """The errors that Lance raises; it has no types of its own."""
 
 
-class LanceRows:
-    """See `records.Records`. All rows belong to the first file, the manifest; a position is the number of a row."""
+class LanceRows(Records):
+    """All rows belong to the first file, the manifest; a position is the number of a row."""
 
     def __init__(self, root: Path, files: Sequence[Path]) -> None:
         """`root`: the folder of the dataset. `files`: as `lance_files` returns them."""
         self._root, self._manifest = root, files[0]
         self._bytes = sum(file.stat().st_size for file in files)
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         with self._opened() as dataset:
             found: pa.Schema = self._scanner(dataset, 0).projected_schema
             return found.remove_metadata()
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         if file != self._manifest:
             return
         with self._opened() as dataset:

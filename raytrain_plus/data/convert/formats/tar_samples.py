@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+from typing_extensions import override
 
 from raytrain_plus.data.convert.formats.formats import SUFFIXES
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Unfit
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records, Unfit
 from raytrain_plus.data.convert.formats.row_columns import united
 from raytrain_plus.errors import DataError, first_line
 
@@ -53,11 +54,11 @@ class _Sample(NamedTuple):
     """Bytes of the file that have been read so far."""
 
 
-class TarSamples:
-    """See `records.Records`. A position is the number of a sample."""
+class TarSamples(Records):
+    """A position is the number of a sample."""
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         several = False
 
         def schemas() -> Iterator[tuple[Path, pa.Schema]]:
@@ -78,8 +79,8 @@ class TarSamples:
             raise DataError(f"column '{name}' holds an object that has no fields in any sample", where=str(files[0]))
         return found
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
         for batch in _batches(_samples(file, begin, lambda column: True)):
             yield RecordBlock(_table(file, schema, batch), begin, batch[-1].read)
             begin += len(batch)

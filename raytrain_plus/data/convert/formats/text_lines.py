@@ -6,22 +6,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
+from typing_extensions import override
 
 from raytrain_plus.data.convert.formats.lines import LineBlock, in_order, line_blocks, text_of
-from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
+from raytrain_plus.data.convert.formats.record_blocks import RecordBlock, Records
 
 SCHEMA = pa.schema([pa.field("text", pa.string())])
 
 
-class TextLines:
-    """See `records.Records`. A position is that of a byte in the uncompressed file."""
+class TextLines(Records):
+    """A position is that of a byte in the uncompressed file."""
 
+    @override
     def schema(self, files: Sequence[Path], *, whole: bool) -> pa.Schema:
-        """See `records.Records`."""
         return SCHEMA
 
+    @override
     def blocks(self, file: Path, schema: pa.Schema, begin: int) -> Iterator[RecordBlock]:
-        """See `records.Records`."""
 
         def lines(block: LineBlock) -> pa.Table:
             found = text_of(file, block).split("\n")
