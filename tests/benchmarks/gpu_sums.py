@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 
 from tests.gpu import DEVICE, nccl_version
-from tests.integration.test_worlds import form, members, server
+from tests.support.worlds import form, members, server
 
 RANKS = 2
 LENGTH = 16 << 20

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import REPOSITORY, raytrain
+from tests.support.commands import REPOSITORY, raytrain
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_written_task_trains_and_its_test_passes(tmp_path: Path, nothing_goes_on: None) -> None:
     code, out, err = raytrain("init", "first", cwd=tmp_path)

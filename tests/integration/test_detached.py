@@ -6,8 +6,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +22,10 @@ from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS, background
 from tests.integration.elastic import raylets
 from tests.integration.tasks import write_data
-from tests.integration.test_run import command, outliving, raytrain, write_job
 from tests.processes import still_alive
+from tests.support.commands import command, losses, outliving, raytrain, until, write_job
 
 pytestmark = pytest.mark.timeout(180)
-
-
-def until(holds: Callable[[], object], what: str, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-def losses(folder: Path) -> list[float]:
-    return [event["loss"] for event in attach(folder).events("step_committed")]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from collections.abc import Iterator
@@ -10,17 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
 from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Evaluate, Job, Result, Workers
 from raytrain_plus.audit.audit import audit
-from tests.integration.elastic import Run, job, raylets
-from tests.integration.sources import HELD_OUT, TRAINED, rows
-from tests.unit.data.convert.test_tar_samples import write as write_tar
-from tests.unit.data.test_tokens import save, texts
+from tests.integration.elastic import Run, raylets
+from tests.integration.sources import rows
+from tests.support.conversions import write as write_tar
+from tests.support.elastic_runs import check_alike_through_a_kill, job_of, many, write
+from tests.support.tokenizers import save, texts
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -36,66 +35,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             yield cluster
 
 
-def write(path: Path, format_: str, made: list[dict[str, Any]]) -> Path:
-    """Write these rows, and return what a job names."""
-    path.mkdir()
-    if format_ == "csv":
-        with (path / "rows.csv").open("w", newline="") as out:
-            writer = csv.DictWriter(out, list(made[0]))
-            writer.writeheader()
-            writer.writerows(made)
-        return path / "rows.csv"
-    if format_ == "jsonl":
-        half = len(made) // 2
-        for name, part in (("a.jsonl", made[:half]), ("b.jsonl", made[half:])):
-            (path / name).write_text("".join(json.dumps(row) + "\n" for row in part))
-        return path / "*.jsonl"
-    if format_ == "lance":
-        lance = pytest.importorskip("lance")
-        lance.write_dataset(pa.Table.from_pylist(made), str(path / "rows.lance"), max_rows_per_file=250)
-        return path / "rows.lance"
-    table = pa.Table.from_pylist(made)
-    with pa.OSFile(str(path / "data-00000-of-00001.arrow"), "wb") as out, pa.ipc.new_stream(out, table.schema) as to:
-        to.write_table(table, 50)
-    if format_ == "huggingface":
-        (path / "state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
-    return path
-
-
-def job_of(tmp_path: Path, format_: str, shuffle: Literal["none", "rows"] = "rows", **changes: Any) -> Job:
-    tmp_path.mkdir(exist_ok=True)
-    settings: dict[str, Any] = {
-        "task": "tasks:Tabular",
-        "data": Data(
-            path=str(write(tmp_path / "data", format_, rows(TRAINED, 0))), batch_size=48, shards=8, shuffle=shuffle
-        ),
-        "evaluate": Evaluate(path=str(write(tmp_path / "held", format_, rows(HELD_OUT, 1))), every_steps=50),
-        "reduction": "exact",
-        "steps": 100,
-    }
-    return job(tmp_path, **{**settings, **changes})
-
-
-def many(size: int) -> dict[str, Any]:
-    """Return the settings of a run that grows to so many workers, and lasts until one of them is killed."""
-    return {"workers": Workers(min=1, max=size), "args": {"pad_s": 0.01}}
-
-
-def check_alike_through_a_kill(of: Job, size: int, expected: Result) -> Result:
-    """Kill a worker of a run, and check that it ends with the expected bits and metrics, and a clean audit."""
-    run = Run(of)
-    run.until_size(size)
-    run.until_step(20)
-    run.kill(run.members()[-1])
-    run.until_told("recovered")
-    result = run.finish()
-    assert (result.status, result.error) == ("finished", None)
-    assert (result.state_sha256, result.metrics) == (expected.state_sha256, expected.metrics)
-    found = audit(result.path)
-    assert found.clean, found.faults
-    return result
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
     return Run(job_of(tmp_path_factory.mktemp("alone"), "arrow", workers=Workers(min=1))).finish()
@@ -104,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> Result:
 @pytest.mark.parametrize(
     ("format_", "size"),
     [
-        ("jsonl", 2),
+        pytest.param("jsonl", 2, marks=SLOW),
         pytest.param("csv", 3, marks=SLOW),
         pytest.param("huggingface", 2, marks=SLOW),
         pytest.param("arrow", 2, marks=SLOW),

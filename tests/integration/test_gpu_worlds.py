@@ -8,8 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu import NEEDS_GPU, needs
-from tests.integration import test_device_worlds as device_worlds
-from tests.integration import test_worlds as worlds
+from tests.support import worlds
 
 pytestmark = [*NEEDS_GPU, pytest.mark.timeout(300)]
 
@@ -47,7 +46,7 @@ def test_int64_sums_keep_every_bit(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_operations_of_the_gpu_and_of_the_host_run_at_once(kind: str) -> None:
-    device_worlds.mixed(RANKS, kind)
+    worlds.mixed(RANKS, kind)
 
 
 @pytest.mark.parametrize("kind", [STAGED_TORCH, pytest.param("gpu nccl peers", marks=needs("nccl", "nccl4py"))])
@@ -75,11 +74,11 @@ def kill(rounds: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_formings_leave_nothing(kind: str) -> None:
-    assert device_worlds.grown(kind, RANKS, 10) == [{}] * RANKS
+    assert worlds.grown(kind, RANKS, 10) == [{}] * RANKS
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hundred_formings_leave_nothing(kind: str) -> None:
-    assert device_worlds.grown(kind, RANKS, 100) == [{}] * RANKS
+    assert worlds.grown(kind, RANKS, 100) == [{}] * RANKS

@@ -67,6 +67,7 @@ def test_a_long_value_on_a_machine_without_a_home_and_with_a_long_temporary_fold
     assert list(long.glob("raytrain_plus-*/data/*/_complete.json"))
 
 
+@pytest.mark.slow
 def test_the_remedy_for_a_name_that_is_not_utf8_works(tmp_path: Path) -> None:
     folder = os.fsencode(tmp_path) + b"/caf\xe9"
     os.mkdir(folder)

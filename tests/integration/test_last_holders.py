@@ -20,7 +20,7 @@ from raytrain_plus.audit.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.tasks import write_data
-from tests.integration.test_rescale import PAD_S, drain, losses_of_an_undisturbed_run
+from tests.support.elastic_runs import PAD_S, drain, losses_of_an_undisturbed_run
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,7 +18,7 @@ from raytrain_plus import Data, InputError, Job, Parallel, Workers
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, raylets
 from tests.integration.tasks import write_data
-from tests.integration.test_run import REPOSITORY, write_job
+from tests.support.commands import REPOSITORY, write_job
 
 ROOT = Path("/sys/fs/cgroup/memory")
 POSSIBLE = os.access(ROOT / "cgroup.procs", os.W_OK)

@@ -17,8 +17,8 @@ from nbclient import NotebookClient
 from raytrain_plus import attach
 from tests.integration.conftest import background
 from tests.integration.tasks import write_data
-from tests.integration.test_detached import until
 from tests.notebooks import NOTEBOOKS, executed, tidy
+from tests.support.commands import until
 
 CELLS = [
     """

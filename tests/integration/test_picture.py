@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import REPOSITORY
+from tests.support.commands import REPOSITORY
 
 
 @pytest.mark.slow

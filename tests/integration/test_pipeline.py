@@ -21,7 +21,7 @@ from raytrain_plus.audit.audit import audit
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Event, Run, born, job, raylets
 from tests.integration.tasks import write_data
-from tests.integration.test_rescale import drain
+from tests.support.elastic_runs import drain
 
 pytestmark = pytest.mark.timeout(240)
 

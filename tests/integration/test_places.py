@@ -14,8 +14,7 @@ from raytrain_plus import Workers, attach
 from tests.integration.elastic import Run, job, raylets
 from tests.integration.network import raylet
 from tests.integration.tasks import write_data
-from tests.integration.test_detached import until
-from tests.integration.test_run import raytrain, write_job
+from tests.support.commands import raytrain, until, write_job
 
 POSSIBLE = os.geteuid() == 0 and shutil.which("unshare") is not None
 

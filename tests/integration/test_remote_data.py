@@ -17,7 +17,7 @@ from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
 from tests.integration.sources import HELD_OUT, rows
 from tests.integration.tasks import write_data
-from tests.integration.test_formats import check_alike_through_a_kill, job_of, many, write
+from tests.support.elastic_runs import check_alike_through_a_kill, job_of, many, write
 from tests.unit.storage.store import at, serving
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]

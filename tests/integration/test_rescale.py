@@ -21,19 +21,12 @@ from ray.cluster_utils import Cluster
 
 from raytrain_plus import Data, Elastic, RunError, Workers
 from raytrain_plus.audit.audit import audit
-from raytrain_plus.ray_compat import drain_node
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.tasks import write_data
+from tests.support.elastic_runs import PAD_S, alive, drain, losses_of_an_undisturbed_run
 
 pytestmark = pytest.mark.timeout(240)
-
-PAD_S = 0.02
-SLOW_TRANSFERS = {"object_manager_default_chunk_size": 1 << 16, "object_manager_max_bytes_in_flight": 1 << 16}
-"""Ray settings with which a state of 50 MB takes a second or more from machine to machine."""
-SHARED_MEMORY = "/dev/shm"
-RAYS_OWN = {"_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"}
-"""Classes of the actors that Ray Data starts once per cluster, and keeps."""
 
 
 @pytest.fixture
@@ -42,15 +35,11 @@ def cluster() -> Iterator[Cluster]:
         yield cluster
 
 
-def losses_of_an_undisturbed_run(tmp_path: Path, **changes: Any) -> list[float]:
-    run = Run(job(tmp_path, name="undisturbed", workers=Workers(min=2), **changes))
-    assert run.finish().status == "finished"
-    return run.losses()
-
-
-def drain(cluster: Cluster, node: str, seconds: float) -> None:
-    """Drain a node in Ray, as a cloud's notice does."""
-    assert drain_node(cluster.address, node, "taken back", time.time() + seconds)
+SLOW_TRANSFERS = {"object_manager_default_chunk_size": 1 << 16, "object_manager_max_bytes_in_flight": 1 << 16}
+"""Ray settings with which a state of 50 MB takes a second or more from machine to machine."""
+SHARED_MEMORY = "/dev/shm"
+RAYS_OWN = {"_StatsActor", "_UsageCollectionActor", "_AutoscalingCoordinatorActor"}
+"""Classes of the actors that Ray Data starts once per cluster, and keeps."""
 
 
 @pytest.mark.slow
@@ -161,14 +150,6 @@ def test_a_draining_machine_is_left_before_its_deadline(tmp_path: Path, cluster:
         assert (result.state_sha256, run.losses()) == (state, undisturbed.losses())
     found = audit(result.path)
     assert found.clean, found.faults
-
-
-def alive(pid: int) -> bool:
-    """Return whether a process runs. After a drain the raylet ends, so its children may stay zombies."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.slow

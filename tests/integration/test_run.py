@@ -29,42 +29,9 @@ from raytrain_plus.runs.status import state_of, status
 from raytrain_plus.storage.folders.local import LocalFolder
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, write_data
-from tests.processes import still_alive
+from tests.support.commands import REPOSITORY, command, outliving, raytrain, write_job
 
 pytestmark = pytest.mark.timeout(180)
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def write_job(tmp_path: Path, **changes: Any) -> Path:
-    job = {
-        "task": "tasks:Net",
-        "data": {"path": str(tmp_path / "data"), "batch_size": 48, "shards": 8},
-        "steps": 8,
-        "workers": {"min": 2},
-        "storage": str(tmp_path / "runs"),
-        **changes,
-    }
-    file = tmp_path / "job.yaml"
-    file.write_text(json.dumps(job))
-    return file
-
-
-def command(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "raytrain_plus", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), **environment},
-    )
-
-
-def raytrain(*arguments: str | Path, cwd: Path = TASKS, **environment: str) -> tuple[int, str, str]:
-    process = command(*arguments, cwd=cwd, **environment)
-    out, err = process.communicate(timeout=150)
-    return process.returncode, out, err
 
 
 def wait_for_a_step(tmp_path: Path, steps: int = 1) -> Path:
@@ -385,15 +352,6 @@ def test_the_last_checkpoint_is_completed_although_its_driver_was_killed(tmp_pat
 def named(processes: list[psutil.Process], *words: str) -> list[psutil.Process]:
     """Return the processes that have one of the words in their command."""
     return [entry for entry in processes if any(word in " ".join(entry.cmdline()[:3]) for word in words)]
-
-
-def outliving(processes: list[psutil.Process]) -> set[str]:
-    """Return the commands of the processes that still run after 10 s, and end these."""
-    left = still_alive(processes, 10)
-    names = {" ".join([entry.name(), *entry.cmdline()[:4]]) for entry in left}
-    for entry in left:
-        entry.kill()
-    return names
 
 
 @pytest.mark.slow

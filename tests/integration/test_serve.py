@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import REPOSITORY, raytrain
+from tests.support.commands import REPOSITORY, raytrain
 
 DRIVER = """
 import json, urllib.request

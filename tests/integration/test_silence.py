@@ -16,7 +16,7 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import HERE, POSSIBLE, THERE, cable, raylet_behind
 from tests.integration.tasks import write_data
-from tests.integration.test_worlds import Door, formation, reduced, started
+from tests.support.worlds import Door, formation, reduced, started
 
 pytestmark = [
     pytest.mark.timeout(240),

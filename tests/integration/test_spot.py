@@ -18,7 +18,7 @@ from raytrain_plus.ray_compat import draining_nodes
 from tests.integration.elastic import Run, born, job, raylets
 from tests.integration.network import raylet
 from tests.integration.tasks import write_data
-from tests.integration.test_rescale import PAD_S, alive, losses_of_an_undisturbed_run
+from tests.support.elastic_runs import PAD_S, alive, losses_of_an_undisturbed_run
 from tests.unit.workers.clouds import Service, speaking
 
 pytestmark = pytest.mark.timeout(240)

@@ -20,8 +20,7 @@ from raytrain_plus import attach
 from tests.integration.conftest import TASKS
 from tests.integration.head import Head, head
 from tests.integration.tasks import write_data
-from tests.integration.test_detached import losses, until
-from tests.integration.test_run import REPOSITORY, command, raytrain, write_job
+from tests.support.commands import REPOSITORY, command, losses, raytrain, until, write_job
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.head import head
-from tests.integration.test_run import REPOSITORY
 from tests.pages import PAGES, commands
+from tests.support.commands import REPOSITORY
 from tests.walks import WALKS, Step, Walk
 
 SHORTER = {

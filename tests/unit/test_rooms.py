@@ -45,3 +45,13 @@ def test_each_folder_says_what_it_is_for() -> None:
     for file in PACKAGE.rglob("__init__.py"):
         if "templates" not in file.parts:
             assert ast.get_docstring(ast.parse(file.read_text())), file
+
+
+def test_no_test_module_imports_from_another() -> None:
+    tests = PACKAGE.parent / "tests"
+    for file in tests.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                named = [(node.module or "").rpartition(".")[2], *(one.name for one in node.names)]
+                modules = [name for name in named if name.startswith("test_")]
+                assert not modules, f"{file.relative_to(tests)} imports from {modules}"

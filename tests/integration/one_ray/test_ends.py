@@ -83,6 +83,7 @@ def test_a_stage_that_dies_while_the_last_state_is_saved_leaves_no_checkpoint_wi
     check(one.finish(), calm)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_in_the_best_evaluation_takes_nothing_with_it(tmp_path: Path, calm: Result) -> None:
     one = Run(early(tmp_path, task="tasks:DiesEvaluating", args={"at": BEST, "pad_s": 0.01}))
     result = one.finish()

@@ -17,6 +17,7 @@ from tests.integration.tasks import write_data
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 
+@pytest.mark.slow
 def test_a_new_rate_is_said_or_taken(tmp_path: Path) -> None:
     data = Data(path=str(write_data(tmp_path / "data")), batch_size=48, shards=8)
     first = Job(

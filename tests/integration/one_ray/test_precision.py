@@ -22,6 +22,7 @@ def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
     return job(tmp_path, name=name, **{**settings, **changes})
 
 
+@pytest.mark.slow
 def test_a_death_while_a_step_that_overflowed_is_computed_again_changes_no_bit(tmp_path: Path) -> None:
     write_data(tmp_path / "data", rows=517)
     expected = ended(Run(exact(tmp_path, "one", workers=Workers(min=1), precision="fp16")))

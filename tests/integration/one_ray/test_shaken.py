@@ -14,6 +14,7 @@ from tests.integration.tasks import write_data
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 
+@pytest.mark.slow
 def test_it_has_the_same_numbers_on_one_worker_and_on_three_with_a_kill(tmp_path: Path) -> None:
     data = write_data(tmp_path / "data")
 

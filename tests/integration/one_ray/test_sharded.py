@@ -9,24 +9,17 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus import Checkpoint, Data, Ema, Evaluate, Job, Parallel, Workers, attach
+from raytrain_plus import Checkpoint, Ema, Parallel, Workers, attach
 from raytrain_plus.job.setting_types import Sharded
-from tests.integration.elastic import Run, ended, job
+from tests.integration.elastic import Run, ended
 from tests.integration.tasks import write_data
+from tests.support.elastic_runs import FULL, SHARDED, exact
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
-SHARDED, FULL = Parallel(sharded="optimizer"), Parallel(sharded="full")
 both = pytest.mark.parametrize("sharded", ["optimizer", "full"])
 APPLIED = "applied:kill:21"
 """Kills a worker between the change of its rows and their sending; it has made 12 steps to see how they are divided."""
-
-
-def exact(tmp_path: Path, name: str, **changes: Any) -> Job:
-    data = Data(path=str(tmp_path / "data"), batch_size=36, shards=12, cache_mb=0)
-    held_out = Evaluate(path=str(tmp_path / "data"), every_steps=15)
-    settings = {"data": data, "steps": 30, "reduction": "exact", "evaluate": held_out, "parallel": SHARDED}
-    return job(tmp_path, name=name, **{**settings, **changes})
 
 
 @pytest.mark.parametrize("parallel", [pytest.param(SHARDED, marks=pytest.mark.slow), FULL], ids=str)

@@ -11,8 +11,8 @@ import pytest
 
 from raytrain_plus import Checkpoint, Ema, Parallel, Workers, attach
 from tests.integration.elastic import Run, ended
-from tests.integration.one_ray.test_sharded import exact
 from tests.integration.tasks import write_data
+from tests.support.elastic_runs import exact
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
@@ -23,6 +23,7 @@ MASTERS = {"precision": "bf16-params", "ema": Ema(decay=0.9)}
 """Masters and averages are divided with the rest."""
 
 
+@pytest.mark.slow
 def test_a_death_after_a_step_is_applied_changes_no_bit(tmp_path: Path) -> None:
     """Two replicas of two stages become one; what the dead worker changed and did not send, its partner has."""
     write_data(tmp_path / "data", rows=517)

@@ -12,8 +12,8 @@ import safetensors.torch
 
 from raytrain_plus import Checkpoint, Ema, Job, Parallel, Workers, attach
 from tests.integration.elastic import Run, ended
-from tests.integration.one_ray.test_sharded import exact
 from tests.integration.tasks import write_data
+from tests.support.elastic_runs import exact
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 

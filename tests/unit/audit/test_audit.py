@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import Audit, Epoch, audit
-from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED, row_ids
 from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles, ledger_table
 from raytrain_plus.data.of_job import sample_order_of
@@ -32,18 +31,23 @@ from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
 from tests.benchmarks.audited import audited
+from tests.support.ledgers import (
+    doubled_row,
+    job_of,
+    lost_row,
+    lost_step,
+    other_rows,
+    record,
+    run_of,
+    swapped,
+    write_data,
+)
 
 
-def write_data(folder: Path, sizes: list[int], group: int) -> None:
-    folder.mkdir(parents=True)
-    for number, size in enumerate(sizes):
-        table = pa.table({"x": pa.array(np.arange(size, dtype=np.int64) + 1000 * number)})
-        pq.write_table(table, folder / f"{number}.parquet", row_group_size=group)
-
-
-def job_of(folder: Path, **changes: object) -> Job:
-    data = Data(path=str(folder / "data"), batch_size=12, shards=4)
-    return replace(Job(name="run", task="a:B", data=data, epochs=2, storage=str(folder)), **changes)  # type: ignore[arg-type]
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    write_data(tmp_path / "data", [37, 20, 1], 10)
+    return job_of(tmp_path)
 
 
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
@@ -64,35 +68,6 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     return made
 
 
-def record(run: Path, generation: int, *steps: int, resumed: int | None = None) -> None:
-    """Append events: a resumption, if any, and committed steps."""
-    events = [] if resumed is None else [{"kind": "resumed", "step": resumed, "checkpoint": "x", "voided_to": 6}]
-    events += [{"kind": "step_committed", "step": step} for step in steps]
-    with (run / "events.ndjson").open("a") as file:
-        file.writelines(json.dumps({"time": 0.0, "generation": generation, **event}) + "\n" for event in events)
-
-
-def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", generation: int = 0) -> Path:
-    run = Path(job.storage) / job.name
-    run.mkdir()
-    (run / "job.yaml").write_text(job.to_yaml())
-    (run / "dataset.json").write_text(json.dumps(training_data(job, []).to_json()))
-    record(run, generation, *range(len(notes)))
-    written = LedgerFiles(LocalFolder(run))
-    for step, of_step in enumerate(notes):
-        written.add(generation, step, of_step.tobytes(), b"")
-    written.close()
-    if status is not None:
-        (run / "result.json").write_text(json.dumps({"status": status, "steps": len(notes)}))
-    return run
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    write_data(tmp_path / "data", [37, 20, 1], 10)
-    return job_of(tmp_path)
-
-
 def test_a_clean_run(job: Job) -> None:
     found = audit(run_of(job, notes_of(job)))
     assert found.faults == ()
@@ -100,27 +75,6 @@ def test_a_clean_run(job: Job) -> None:
     assert (found.audited_to, found.steps, found.status) == (9, 10, "finished")
     assert found.lines()[-1] == "  every row that was due was used exactly once"
     assert found.to_json()["clean"] is True
-
-
-def lost_row(notes: list[np.ndarray]) -> None:
-    notes[3][1]["rows"] -= 1
-
-
-def doubled_row(notes: list[np.ndarray]) -> None:
-    notes[3][1]["rows"] += 1
-
-
-def other_rows(notes: list[np.ndarray]) -> None:
-    notes[3][1]["ids"] += 1
-
-
-def swapped(notes: list[np.ndarray]) -> None:
-    notes[3][[1, 2]] = notes[3][[2, 1]]
-
-
-def lost_step(notes: list[np.ndarray]) -> None:
-    notes[3]["rows"] = 0
-    notes[3]["ids"] = 0
 
 
 @pytest.mark.parametrize(

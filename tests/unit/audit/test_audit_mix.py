@@ -24,7 +24,7 @@ from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import InputError
-from tests.unit.audit.test_audit import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
+from tests.support.ledgers import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 
 
 def job_of(folder: Path, weights: list[float], *, steps: int, shards: int = 4, batch: int = 12, **data: object) -> Job:

@@ -34,6 +34,7 @@ def test_all_are_the_usual_ones_and_every_combination() -> None:
     assert len(own) == len(set(own)) == 12
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_is_named_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -369,6 +369,7 @@ def slowly(folder: Path, name: str) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_an_ended_trial_leaves_no_half_of_the_data(tmp_path: Path) -> None:
     wished = replace(job(tmp_path, f"{__name__}:slowly"), task=Layered)
     with trying_apart(wished, []):

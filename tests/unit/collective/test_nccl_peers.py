@@ -15,9 +15,9 @@ import torch
 from raytrain_plus.collective import nccl_peers
 from raytrain_plus.collective.nccl_peers import ANNOUNCED, Direction, NcclPeers
 from raytrain_plus.errors import Interrupted
+from tests.support.stages import Ring, RingWorld
 from tests.unit.collective.stand_in_nccl import Links
 from tests.unit.parallel.pipeline.replicas import Coming, Mail, Sent, Threads, at_once
-from tests.unit.training.test_synchronous import Ring, RingWorld
 
 LIMIT_S = 5.0
 ALL_OF_THREE = [(one, other) for one in range(3) for other in range(3) if one != other]

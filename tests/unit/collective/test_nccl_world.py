@@ -20,8 +20,8 @@ from raytrain_plus.collective.nccl_forming import NAME
 from raytrain_plus.collective.nccl_world import NcclWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.errors import Interrupted
+from tests.support.stages import Ring, RingWorld
 from tests.unit.collective.stand_in_nccl import ID, Device, Library
-from tests.unit.training.test_synchronous import Ring, RingWorld
 
 FIRST_USES = 8
 """Operations by which members connect as they form."""

@@ -10,49 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.staged import StagedWorld
 from raytrain_plus.collective.world import wait
 from raytrain_plus.device_copies import HostCopies
 from raytrain_plus.errors import Interrupted
 from tests.late_copies import LateCopies
-
-
-class Doubling(SoloWorld):
-    """A world of two members with the same values; notes what is started."""
-
-    size = 2
-
-    def __init__(self) -> None:
-        self.started: list[str] = []
-        self.sent: dict[int, torch.Tensor] = {}
-        self.closed = False
-
-    def reduce(self, tensor: torch.Tensor, name: str, operation: Any = "sum") -> Any:
-        self.started.append(name)
-        tensor.mul_(2)
-        return super().reduce(tensor, name)
-
-    def gather(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
-        self.started.append(name)
-        into.view(2, -1).copy_(tensor.view(1, -1).expand(2, -1))
-        return super().reduce(tensor, name)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Any:
-        self.sent[tag] = tensor.clone()
-        return Arrived()
-
-    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Any:
-        tensor.copy_(self.sent[tag])
-        return Arrived()
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class Arrived:
-    def finish(self, what: str) -> None:
-        """It has."""
+from tests.support.worlds import Doubling
 
 
 def slower_first() -> Callable[[], float]:

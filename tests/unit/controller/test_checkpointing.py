@@ -32,8 +32,8 @@ from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation, Written
+from tests.support.states import shares, state
 from tests.unit.controller.fakes import FakeHost, FakeTime, FakeWorkers, job_of
-from tests.unit.state.test_checkpoint import shares, state
 
 MEMBERS = [
     Member(worker="a", place=Seat(0), shards=(0, 1)),

@@ -38,8 +38,8 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
 from raytrain_plus.workers.pool import KILLED
+from tests.support.states import shares, state
 from tests.unit.controller.fakes import Run, job_of
-from tests.unit.state.test_checkpoint import shares, state
 
 Started = Callable[..., Run]
 

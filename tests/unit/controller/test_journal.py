@@ -36,7 +36,7 @@ from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
-from tests.unit.observe.test_tensorboard import shown
+from tests.support.events import shown
 
 NOTES = np.zeros(4, NOTE).tobytes()
 

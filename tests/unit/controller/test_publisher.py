@@ -20,7 +20,7 @@ from raytrain_plus.state.stored.checkpoint import survey
 from raytrain_plus.state.stored.manifest import FOLDER, name_of
 from raytrain_plus.storage import retry
 from raytrain_plus.storage.folders.local import Disk, LocalFolder
-from tests.unit.state.test_checkpoint import described, shares, state
+from tests.support.states import described, shares, state
 
 Make = Callable[..., Publisher]
 

@@ -15,7 +15,7 @@ from raytrain_plus.audit.audit_files import compare
 from raytrain_plus.data.paths.files import find_files, split_pattern
 from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataError
-from tests.unit.data.test_source import write
+from tests.support.datasets import write
 
 
 def filled(folder: Path, *names: str) -> Path:

@@ -13,7 +13,7 @@ from raytrain_plus.data.dataset import dataset, training_data
 from raytrain_plus.data.sources.mixed_index import mixed_index
 from raytrain_plus.data.sources.source import Index, alike, index
 from raytrain_plus.errors import DataError
-from tests.unit.data.test_read_types import job
+from tests.support.read_types import job
 
 
 def features(names: list[str]) -> dict[str, object]:

@@ -38,7 +38,7 @@ from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch.machine_check import needs_of
 from raytrain_plus.workers.preparation.data_check import check_data, same_data, sights_of
-from tests.unit.data.test_reader import ThreadStream, augment, gather, to_rows
+from tests.support.datasets import ThreadStream, augment, gather, to_rows
 
 ITEMS = """
 import torch

@@ -16,7 +16,7 @@ from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.sources.mixed_index import mixed_index
 from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataError
-from tests.unit.data.test_read_types import job, read
+from tests.support.read_types import job, read
 
 
 def write(root: Path, *folders: str, **columns: Any) -> Path:

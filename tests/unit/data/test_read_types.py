@@ -11,11 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from raytrain_plus import Data, Evaluate, Job, Task
+from raytrain_plus import Task
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import Index, alike, read_unit
+from raytrain_plus.data.sources.source import alike, read_unit
 from raytrain_plus.errors import DataError
+from tests.support.read_types import job, read
 
 
 def lines(file: Path, *rows: dict[str, Any]) -> Path:
@@ -28,17 +29,6 @@ def parquet(file: Path, **columns: Any) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), file)
     return file
-
-
-def job(path: Path | None = None, **data: Any) -> Job:
-    given = {"path": None if path is None else str(path), "batch_size": 2, "shards": 1, **data}
-    held_out = given.pop("held_out", None)
-    evaluate = None if held_out is None else Evaluate(path=str(held_out), every_steps=1)
-    return Job(name="x", task=Task, data=Data(**given), steps=2, evaluate=evaluate)
-
-
-def read(data: Index) -> dict[str, list[Any]]:
-    return without_ids(read_unit(data, 0)).to_pydict()
 
 
 @pytest.fixture(autouse=True)

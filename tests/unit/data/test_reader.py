@@ -4,7 +4,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from raytrain_plus import Task
-from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
+from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.microbatches import cut
@@ -24,6 +23,7 @@ from raytrain_plus.data.reading.reader import NEVER, Batches, Counts, from_strea
 from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
 from raytrain_plus.data.sources.source import index, read_unit
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
+from tests.support.datasets import ThreadStream, augment, await_stream, gather, noted, to_rows
 
 
 @pytest.fixture
@@ -34,104 +34,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def augment(table: pa.Table, rng: np.random.Generator) -> pa.Table:
-    return pa.table({"x": table.column("x"), "noise": pa.array(rng.random(table.num_rows))})
-
-
 def rows_of(
     folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4, each: int = 3
 ) -> RowReader:  # type: ignore[no-untyped-def]
     seen = index(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * each, seed=5, epochs=epochs)
     return RowReader(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
-
-
-def to_rows(table: pa.Table) -> list[tuple[object, ...]]:
-    return [tuple(row.values()) for row in table.to_pylist()]
-
-
-def gather(
-    rows: RowReader, make_stream=None, cache_mb: int = 0, shards: tuple[int, ...] = (0, 1, 2, 3), first: int = 0
-):  # type: ignore[no-untyped-def]
-    feed = Batches(
-        rows,
-        shards=shards,
-        first_step=first,
-        microbatches=1,
-        collate=to_rows,
-        cache_mb=cache_mb,
-        make_stream=make_stream,
-    )
-    with feed:
-        steps = []
-        for step in range(first, rows.sample_order.steps):
-            steps.append(feed.get(step, 10).shards)
-            await_stream()
-    for step, made in enumerate(steps):
-        for shard, (only,) in made.items():
-            assert (only.start, only.ids) == (
-                (step + first) * rows.sample_order.per_shard,
-                noted(rows, step + first, shard),
-            )
-    return {
-        (step + first, shard): [row for mb in mbs for row in mb.batch]
-        for step, made in enumerate(steps)
-        for shard, mbs in made.items()
-    }, feed
-
-
-def await_stream() -> None:
-    """Wait until a stream that a reader starts has started."""
-    until = time.monotonic() + 10
-    while any(thread.name == "start of the stream" for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.001)
-
-
-def noted(rows: RowReader, step: int, shard: int) -> int:
-    """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
-    total = 0
-    for row_range in rows.sample_order.row_ranges(shard, step):
-        unit = row_range.unit
-        ids = row_ids(
-            rows.index.files[rows.index.unit_file[unit]], rows.index.unit_group[unit], rows.index.unit_rows[unit]
-        )
-        order = rows.sample_order.permutation(row_range.epoch, unit)
-        places = range(len(ids)) if order is None else order.tolist()
-        total += sum(int(ids[place]) for place in places[row_range.start : row_range.start + row_range.rows])
-    return total % 2**64
-
-
-class ThreadStream:
-    """Replace Ray Data's stream: the same reads by a plain thread, in order."""
-
-    def __init__(
-        self, rows: RowReader, groups: Iterator[tuple[object, ...]], *, whole_units: bool, expected_rows: object
-    ) -> None:
-        self.rows, self.groups, self.whole_units = rows, groups, whole_units
-        self.delivered, self.ended, self.tables = -1, False, {}
-        self.news = threading.Condition()
-
-    def start(self) -> None:
-        for group in self.groups:
-            for read in group:
-                unit = read.row_range.unit
-                table = read_unit(self.rows.index, unit) if self.whole_units else self.rows.read(read.row_range)
-                self.tables[unit if self.whole_units else read.number] = table
-                self.delivered = read.number
-        self.ended = True
-
-    def take(self, number: int, timeout_s: float) -> pa.Table:
-        return self.tables.pop(number, None)
-
-    def pass_by(self, number: int) -> None:
-        self.tables.pop(number, None)
-
-    def take_units(self) -> dict[int, pa.Table]:
-        taken, self.tables = self.tables, {}
-        return taken
-
-    def close(self) -> None: ...
 
 
 def test_batches_follow_the_sample_order(folder: Path) -> None:

@@ -32,7 +32,7 @@ from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.place import RemotePath, place_of, spelled
 from raytrain_plus.storage.probe import Probe
-from tests.unit.data.convert.test_conversion import ROWS, SOURCES
+from tests.support.conversions import ROWS, SOURCES
 from tests.unit.storage.store import Proxy, at, relaying, serving
 
 TREE = (

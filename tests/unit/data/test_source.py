@@ -24,12 +24,7 @@ from raytrain_plus.data.sources.source import (
     read_unit,
 )
 from raytrain_plus.errors import DataChanged, DataError
-
-
-def write(path: Path, rows: int, start: int = 0, group: int = 4, **columns: pa.Array) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.table({"x": pa.array(range(start, start + rows), pa.int64()), **columns})
-    pq.write_table(table, path, row_group_size=group)
+from tests.support.datasets import write
 
 
 def write_checked(path: Path, rows: int, **how: Any) -> Path:

@@ -14,7 +14,7 @@ from raytrain_plus.data.order.sample_order import RowRange, SampleOrder
 from raytrain_plus.data.reading.stream import Stream, _numbered, _split
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources.source import index
-from tests.unit.data.test_source import write
+from tests.support.datasets import write
 
 
 def stream() -> Stream:

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer
 
-from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reading.first_rows import first_rows
@@ -29,29 +27,7 @@ from raytrain_plus.data.values.collate import pad
 from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.data.values.tokens import Tokenized, _loaded, tokenizer_file
 from raytrain_plus.errors import DataChanged, DataError, InputError
-
-WORDS = ("the", "plot", "was", "not", "very", "good", "but", "music", "and", "cast", "moving", "in", "this", "film")
-
-
-def texts(count: int) -> list[str]:
-    rng = random.Random(count)
-    return [" ".join(rng.choices(WORDS, k=rng.randrange(9))) for _ in range(count)]
-
-
-def save(folder: Path, change: int = 0) -> Tokenizer:
-    """Write a BPE with special tokens, truncation and padding; return it as it is used, without padding."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    trainer = trainers.BpeTrainer(vocab_size=50, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator(texts(50), trainer)
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    tokenizer.enable_truncation(10 + change)
-    tokenizer.enable_padding(length=16)
-    folder.mkdir(exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    tokenizer.no_padding()
-    return tokenizer
+from tests.support.tokenizers import job, save, texts
 
 
 @pytest.fixture
@@ -121,22 +97,6 @@ def test_it_travels_to_other_processes_and_forks_without_a_word(saved: Path) -> 
     command = [sys.executable, "-c", code, pickle.dumps(made).hex()]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def job(folder: Path, saved: Path | None, **settings: Any) -> Job:
-    for name in ("data", "held_out"):
-        (folder / name).mkdir(exist_ok=True)
-        table = pa.table({"text": texts(40), "number": range(40)})
-        pq.write_table(table, folder / name / "0.parquet", row_group_size=16)
-    data = Data(
-        path=str(folder / "data"),
-        batch_size=16,
-        shards=2,
-        tokenizer=None if saved is None else str(saved),
-        **settings,
-    )
-    evaluate = Evaluate(path=str(folder / "held_out"), every_steps=1)
-    return Job(name="x", task="t:T", data=data, steps=2, evaluate=evaluate)
 
 
 def shouts(table: pa.Table, rng: np.random.Generator) -> pa.Table:

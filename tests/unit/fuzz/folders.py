@@ -42,10 +42,10 @@ from raytrain_plus.runs.folder import DATASET, JOB, LEASE, Fence, Lease, claim, 
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import FOLDER, name_of
 from raytrain_plus.storage.folders.local import LocalFolder
+from tests.support.states import described, shares
 from tests.unit.fuzz import jobs
 from tests.unit.fuzz.tasks import Small, prepare
 from tests.unit.fuzz.verdict import Fault, limited, raytrain
-from tests.unit.state.test_checkpoint import described, shares
 
 SAVED = (3, 7)
 """Steps with a checkpoint; the second is the last."""

@@ -17,7 +17,7 @@ from raytrain_plus.launch import machine_check
 from raytrain_plus.launch.machine_check import Needs, Seen, check_machine, check_seen, needs_of
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.probe import Probe, leave_probe
-from tests.unit.data.test_source import write
+from tests.support.datasets import write
 
 GOOD = Seen("", "", "")
 

@@ -17,7 +17,7 @@ from raytrain_plus.launch.preflight import _check_data, check_schedule, schedule
 from raytrain_plus.result import Result
 from raytrain_plus.schedules import warmup_cosine
 from raytrain_plus.storage.folders.local import LocalFolder
-from tests.unit.data.test_tokens import job, save
+from tests.support.tokenizers import job, save
 
 
 def groups(*rates: Any) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from raytrain_plus.launch.ray_jobs import (
     unneeded_by,
     unneeded_to_resume,
 )
-from tests.unit.data.test_tokens import save
+from tests.support.tokenizers import save
 
 
 def job(**changes: object) -> Job:

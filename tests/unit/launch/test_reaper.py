@@ -81,7 +81,7 @@ def end(*processes: psutil.Process) -> None:
     still_alive(processes, 10)
 
 
-@pytest.mark.parametrize("how", ["plain", "forks"])
+@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "forks"])
 def test_registered_processes_and_no_others_end_with_a_killed_driver(
     started: list[subprocess.Popen[str]], how: str
 ) -> None:
@@ -103,6 +103,7 @@ def test_registered_processes_end_when_the_driver_lets_go(started: list[subproce
     assert (process.returncode, alive, living) == (0, [], True)
 
 
+@pytest.mark.slow
 def test_a_controller_that_still_saves_is_waited_for(started: list[subprocess.Popen[str]]) -> None:
     process, (*others, reaper, late, child, controller) = driver(started, "saves")
     process.kill()

@@ -27,8 +27,8 @@ from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.folders.local import LocalFolder
-from tests.unit.data.test_source import write
-from tests.unit.state.test_checkpoint import described
+from tests.support.datasets import write
+from tests.support.states import described
 
 
 def limits(

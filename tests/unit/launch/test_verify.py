@@ -23,7 +23,7 @@ from raytrain_plus.result import Result
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.folders.local import LocalFolder
-from tests.unit.state.test_checkpoint import described, shares
+from tests.support.states import described, shares
 
 JOB = Job(name="job", task="a:B", data=Data(path="data", batch_size=12, shards=12), steps=10, reduction="exact")
 SIZES = (1, 2, 4)

@@ -45,8 +45,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         (1, 2, 0, 3, {"kills": 2, "fails": 1, "arrivals": 2}, 40_000),
         # A spare takes the place of the dead one, and its state from the survivor.
         (2, 2, 1, 3, {"kills": 1, "fails": 1}, 10_000),
-        (1, 3, 0, 3, {"kills": 1}, 40_000),
-        (1, 3, 0, 2, {"kills": 1, "fails": 1}, 50_000),
+        pytest.param(1, 3, 0, 3, {"kills": 1}, 40_000, marks=pytest.mark.slow),
+        pytest.param(1, 3, 0, 2, {"kills": 1, "fails": 1}, 50_000, marks=pytest.mark.slow),
     ],
 )
 def test_members_switch_together(
@@ -68,6 +68,7 @@ def test_members_switch_together(
     assert switch.killed == set(range(maximum + 1)), "before the switch, when some have made it, and after it"
 
 
+@pytest.mark.slow
 def test_stages_whose_steps_overlap_switch_between_two_windows() -> None:
     """A stage has flagged, and is past its passes of a window's last step, while the other sums the step before."""
     switched: set[int] = set()

@@ -178,6 +178,7 @@ def test_a_killed_process_is_started_again_behind_the_last_call(tmp_path: Path, 
     assert one.news() == ["the process of the task's callbacks ended with code -9 and is started again"]
 
 
+@pytest.mark.slow
 def test_the_next_controller_continues_where_the_last_one_was(tmp_path: Path, log: EventLog) -> None:
     one = callbacks_of(tmp_path)
     one.begin(log.behind)
@@ -239,6 +240,7 @@ def test_a_method_that_hangs_does_not_hold_up_the_end(
     assert json.loads((tmp_path / "run" / FILE).read_text()) == {"at": 0, "events": 0}
 
 
+@pytest.mark.slow
 def test_a_process_exits_when_the_controller_is_dead(tmp_path: Path, log: EventLog) -> None:
     one = callbacks_of(tmp_path)
     one.begin(log.behind)
@@ -251,6 +253,7 @@ def test_a_process_exits_when_the_controller_is_dead(tmp_path: Path, log: EventL
     assert one.news() == []
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_be_built_is_reported_once(tmp_path: Path, log: EventLog) -> None:
     one = callbacks_of(tmp_path, task="task_that_hears:Nobody")
     one.begin(log.behind)

@@ -2,14 +2,11 @@
 
 import doctest
 import math
-import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tensorboardX.crc32c import crc32c as their_crc32c
 from tensorboardX.proto.event_pb2 import Event as Payload
 from tensorboardX.proto.event_pb2 import SessionLog
 
@@ -19,20 +16,7 @@ from raytrain_plus.observe.trackers.tensorboard import FLUSH_S, Scalars
 from raytrain_plus.storage.folders import growing
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
-
-
-def payloads(data: bytes) -> list[Any]:
-    """Return a file's records; foreign code verifies each checksum."""
-    found = []
-    while data:
-        (length,) = struct.unpack("<Q", data[:8])
-        checks = struct.unpack("<I", data[8:12]) + struct.unpack("<I", data[12 + length : 16 + length])
-        for part, check in zip((data[:8], data[12 : 12 + length]), checks, strict=True):
-            crc = their_crc32c(part)
-            assert ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF == check
-        found.append(Payload.FromString(data[12 : 12 + length]))
-        data = data[16 + length :]
-    return found
+from tests.support.events import payloads
 
 
 def only_file(folder: Path) -> Path:
@@ -44,17 +28,6 @@ def figures(folder: Path) -> list[tuple[str, int, float, float]]:
     first, *rest = payloads(only_file(folder).read_bytes())
     assert first.file_version == "brain.Event:2"
     return [(one.summary.value[0].tag, one.step, one.summary.value[0].simple_value, one.wall_time) for one in rest]
-
-
-def shown(folder: Path, tag: str) -> list[tuple[int, float]]:
-    """Return the steps and values that TensorBoard shows: a session that starts voids what has its step or later."""
-    values: list[tuple[int, float]] = []
-    for file in sorted(folder.iterdir()):
-        for one in payloads(file.read_bytes()):
-            if one.HasField("session_log") and one.session_log.status == SessionLog.START:
-                values = [value for value in values if value[0] < one.step]
-            values += [(one.step, value.simple_value) for value in one.summary.value if value.tag == tag]
-    return values
 
 
 def loss(step: int, value: float) -> MetricValue:

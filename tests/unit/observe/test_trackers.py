@@ -15,8 +15,8 @@ from raytrain_plus.observe.trackers import trackers as module
 from raytrain_plus.observe.trackers.event_metrics import MetricValue
 from raytrain_plus.observe.trackers.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
 from raytrain_plus.storage.folders.local import LocalFolder
+from tests.support.events import shown
 from tests.unit.observe.feed import event, step
-from tests.unit.observe.test_tensorboard import shown
 
 WANDB = """
 import json, os, sys, time

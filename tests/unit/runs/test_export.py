@@ -22,8 +22,8 @@ from raytrain_plus.storage.address import within
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.training.model.model import other_names
-from tests.unit.data.test_source import write
-from tests.unit.state.test_checkpoint import described, shares
+from tests.support.datasets import write
+from tests.support.states import described, shares
 
 
 class Model(nn.Module):

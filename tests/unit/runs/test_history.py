@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
-from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.storage.interface import Folder
-
-
-def tell(run: Folder, events: Iterable[tuple[int, str, dict[str, Any]]]) -> None:
-    if run.path is not None:
-        run.path.mkdir(exist_ok=True)
-    log = EventLog(run)
-    for generation, kind, fields in events:
-        log.write(kind, generation=generation, fields=fields)
-    log.close()
-
-
-def committed(generation: int, *steps: int) -> list[tuple[int, str, dict[str, Any]]]:
-    fields = {"epoch": 0, "samples": 8, "loss": 1.0, "grad_norm": 0.3, "seconds": 0.1}
-    return [(generation, "step_committed", {"step": step, **fields}) for step in steps]
+from tests.support.events import committed, resumed, tell
 
 
 def evaluated(generation: int, step: int, loss: float) -> tuple[int, str, dict[str, Any]]:
     return generation, "evaluated", {"step": step, "metrics": {"loss": loss}}
-
-
-def resumed(generation: int, step: int, made: int) -> tuple[int, str, dict[str, Any]]:
-    return generation, "resumed", {"step": step, "checkpoint": None, "voided_to": made}
 
 
 def test_a_missing_folder_has_an_empty_history(run: Folder) -> None:

@@ -21,8 +21,8 @@ from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.folders.local import Disk, LocalFolder
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from tests.unit.runs.test_history import committed, resumed, tell
-from tests.unit.state.test_checkpoint import described, shares, state
+from tests.support.events import committed, resumed, tell
+from tests.support.states import described, shares, state
 from tests.unit.storage.disk import Linkless
 
 

@@ -16,7 +16,7 @@ from raytrain_plus.state.holding import class_differences, describe_state
 from raytrain_plus.state.named import state_sha256
 from raytrain_plus.state.stages import all_but, own_tensors, own_tree, whole_tree
 from raytrain_plus.state.transfer import Snapshot, hashed, load_snapshot, restricted, take_snapshot
-from tests.unit.state.test_transfer import OPTIMIZERS, Holder
+from tests.support.optimizers import OPTIMIZERS, Holder
 
 LAYERS = {"0", "1", "2", "hidden"}
 

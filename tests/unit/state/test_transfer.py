@@ -10,48 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import class_differences, describe_state
-from raytrain_plus.state.named import named_state, state_sha256
-from raytrain_plus.state.transfer import Holding, load_snapshot, snapshot_digest, take_snapshot, unpacked
-
-OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
-    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
-    lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
-    lambda parameters: torch.optim.NAdam(parameters, lr=1e-2),
-]
-
-
-class Holder:
-    """A model with every kind of state that a step changes."""
-
-    def __init__(self, make: Callable[[Any], torch.optim.Optimizer], seed: int, width: int = 5) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
-        self.model[2].bias.requires_grad_(False)
-        self.model.register_buffer("hidden", torch.rand(2), persistent=False)
-        self.named = [(name, value) for name, value in self.model.named_parameters() if value.requires_grad]
-        self.frozen = [(name, value) for name, value in self.model.named_parameters() if not value.requires_grad]
-        self.optimizer = make([value for _, value in self.named])
-        self.scheduler: Any = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 50)
-        self.scales = {"2.weight": -30 - seed, f"{seed}": -20}
-
-    def holding(self) -> Holding:
-        buffers = dict(self.model.named_buffers())
-        return Holding(buffers, self.named, self.frozen, self.optimizer, self.scheduler, self.scales)
-
-    def step(self) -> None:
-        torch.manual_seed(1)
-        self.optimizer.zero_grad()
-        self.model(torch.randn(8, 3)).square().mean().backward()
-        self.optimizer.step()
-        self.scheduler.step()
-
-    def sha(self) -> str:
-        return state_sha256(named_state(self.model, self.optimizer, self.named))
+from raytrain_plus.state.transfer import load_snapshot, snapshot_digest, take_snapshot, unpacked
+from tests.support.optimizers import OPTIMIZERS, Holder
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS, ids=["adamw", "sgd", "adagrad", "nadam"])

@@ -23,7 +23,7 @@ from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.folders.remote import RemoteFolder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.probe import keeps_others_out
-from tests.unit.state.test_checkpoint import load, same, save, state
+from tests.support.states import load, same, save, state
 from tests.unit.storage.store import Proxy, at, relaying, serving
 
 boto3 = pytest.importorskip("boto3")

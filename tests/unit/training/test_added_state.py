@@ -13,7 +13,7 @@ from raytrain_plus import Parallel
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.state.holding import NOTHING_ADDED
 from raytrain_plus.training.step.build import build_state, whole_steps
-from tests.unit.training.test_optimizer import CPU, Plain, job, trial
+from tests.support.optimizers import CPU, Plain, job, trial
 
 
 class Adds(nn.Linear):

@@ -18,15 +18,15 @@ from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.workers.states.state_source import _hashed_tensors, sha256_of
-from tests.unit.training import test_precision
+from tests.support import precisions
+from tests.support.precisions import SHARDS, Classifier, batches
 from tests.unit.training.group import context
-from tests.unit.training.test_precision import SHARDS, Classifier, batches
 
 DECAY = 0.7
 
 
 def steps_of(decay: float | None = DECAY, name: Name = "fp32") -> SynchronousSteps:
-    return test_precision.steps_of(name, Classifier(), decay=decay)
+    return precisions.steps_of(name, Classifier(), decay=decay)
 
 
 def averages(one: SynchronousSteps) -> dict[str, torch.Tensor]:

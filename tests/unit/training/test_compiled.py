@@ -25,8 +25,8 @@ from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.mistakes import advice_for, breaks_in_words
+from tests.support.stages import alone, one_computes_at_a_time, together
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import alone, one_computes_at_a_time, together
 
 pytestmark = [
     pytest.mark.slow,

@@ -91,7 +91,7 @@ print(before, total_memory())
 """
 
 
-@pytest.mark.parametrize("kind", ["RLIMIT_DATA", "RLIMIT_AS"])
+@pytest.mark.parametrize("kind", ["RLIMIT_DATA", pytest.param("RLIMIT_AS", marks=pytest.mark.slow)])
 def test_a_limit_of_the_process_is_respected(kind: str) -> None:
     code = LIMITED.format(kind=kind)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -38,7 +38,7 @@ from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.workers.machine.gpu import gpu_of
 from raytrain_plus.workers.machine.gpu_meter import read
 from tests.gpu import DEVICE, NEEDS_GPU
-from tests.unit.collective.test_staged import Doubling
+from tests.support.worlds import Doubling
 from tests.unit.training.group import Group, context
 from tests.unit.training.sharded import HOLDERS, SHARDS, STEPS, Sharded, differing, joined, whole
 

@@ -23,10 +23,8 @@ from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
-from tests.unit.training import test_pipedream as overlapping
-from tests.unit.training import test_synchronous
-from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import (
+from tests.support import overlapping, stages
+from tests.support.stages import (
     SEED,
     SHARDS,
     STEPS,
@@ -38,8 +36,9 @@ from tests.unit.training.test_synchronous import (
     tensors_of,
     together,
 )
+from tests.unit.training.group import context
 
-one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+one_computes_at_a_time = stages.one_computes_at_a_time
 CPU = torch.device("cpu")
 
 

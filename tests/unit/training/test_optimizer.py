@@ -5,45 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
-from raytrain_plus import Data, Job, Parallel, Task, Workers
-from raytrain_plus.data.dataset import training_data
-from raytrain_plus.data.of_job import rows_of
+from raytrain_plus import Parallel, Workers
 from raytrain_plus.errors import TaskError
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import build_state, divided_layers, own_share
 from raytrain_plus.trial.state_size import count_state
-from raytrain_plus.trial.task_trial import Trial, try_on_cpu
-
-CPU = torch.device("cpu")
-
-
-class Net(nn.Module):
-    """A model that makes its own optimizer, as many do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.norm(self.first(x)))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-class Plain(Task):
-    def model(self) -> nn.Module:
-        self.net = Net()
-        return self.net
-
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        return model(batch["x"]).float().pow(2).mean()
+from tests.support.optimizers import CPU, Plain, job, trial
 
 
 class Habit(Plain):
@@ -63,20 +34,6 @@ class ByType(Plain):
                 {"params": [value for name, value in pairs if name not in norms]},
             ]
         )
-
-
-def job(folder: Path, task: type[Task], **changes: Any) -> Job:
-    data = Data(path=str(folder / "data"), batch_size=8, shards=2)
-    settings = {"workers": Workers(min=2), **changes}
-    return Job(name="x", task=task, data=data, steps=3, storage=str(folder), **settings)
-
-
-def trial(folder: Path, task: type[Task], **changes: Any) -> Trial:
-    (folder / "data").mkdir(exist_ok=True)
-    values = pa.FixedSizeListArray.from_arrays(pa.array([0.5] * 64, pa.float32()), 4)
-    pq.write_table(pa.table({"x": values}), folder / "data" / "0.parquet")
-    wanted = job(folder, task, **changes)
-    return try_on_cpu(wanted, task, rows_of(wanted, training_data(wanted, []), None), None)
 
 
 SHARDED = {"parallel": Parallel(sharded="optimizer")}

@@ -27,7 +27,7 @@ from raytrain_plus.training.passes.task_loss import task_loss
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.trial.task_trial import try_on_cpu
-from tests.unit.data.test_tokens import job, save
+from tests.support.tokenizers import job, save
 from tests.unit.training.group import context
 
 VOCABULARY, WIDTH, SHARDS, ROWS, SEED = 17, 8, 3, 3, 5

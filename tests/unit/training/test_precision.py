@@ -12,42 +12,17 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.job.setting_types import Precision as Name
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.model.model import build_model
-from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.passes.evaluation import evaluate
-from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
-from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.loss_scale import FIRST, GROWTH_STEPS, LARGEST, LossScale, put
-from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.workers.states.state_source import sha256_of
+from tests.support.precisions import CPU, SHARDS, STEPS, Classifier, batches, steps_of
 from tests.unit.training.group import context
-
-CPU = torch.device("cpu")
-SHARDS, ROWS, STEPS = 2, 8, 5
-
-
-class Classifier(Task):
-    """`seen`: the dtypes in which its model computed."""
-
-    def __init__(self) -> None:
-        self.seen: list[torch.dtype] = []
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
-
-    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW([value for _, value in parameters], lr=1e-2)
-
-    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        scores = model(batch["x"])
-        self.seen.append(scores.dtype)
-        return F.cross_entropy(scores.float(), batch["y"]) * batch["times"]
 
 
 class Steep(torch.autograd.Function):
@@ -69,30 +44,6 @@ class Overflowing(Classifier):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> Any:
         scores = Steep.apply(model(batch["x"]), float(batch["slope"]))
         return F.cross_entropy(scores.float(), batch["y"])
-
-
-def batches(step: int, slope: float = 1.0) -> dict[int, list[Microbatch]]:
-    made = {}
-    for shard in range(SHARDS):
-        draw = torch.Generator().manual_seed(100 * step + shard)
-        x, y = torch.randn(ROWS, 6, generator=draw), torch.randint(0, 3, (ROWS,), generator=draw)
-        given = {"x": x, "y": y, "times": torch.ones(()), "slope": torch.tensor(slope)}
-        made[shard] = [Microbatch(given, ROWS, start=step, ids=step + shard)]
-    return made
-
-
-def steps_of(name: Name, task: Task, exact: bool = False, decay: float | None = None) -> SynchronousSteps:
-    state = TrainState(
-        task,
-        [build_model(task, 1, CPU)],
-        seed=1,
-        shards=SHARDS,
-        clip_norm=1.0,
-        device=CPU,
-        exact=exact,
-        technique=Technique(Precision(name), decay=decay),
-    )
-    return whole_steps(state)
 
 
 def run(one: SynchronousSteps, step: int, slope: float = 1.0) -> Applied:

@@ -22,8 +22,8 @@ from raytrain_plus.training.profile import profiling
 from raytrain_plus.training.profile.phase_watch import PhaseWatch, WatchedWorld
 from raytrain_plus.training.profile.profiling import Profiling
 from raytrain_plus.training.step.build import whole_steps
+from tests.support.exact_steps import SHARDS, Small, batches, sha, state_of
 from tests.unit.training.group import context
-from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, state_of
 
 CPU = torch.device("cpu")
 

@@ -27,8 +27,8 @@ from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.workers.states.state_source import sha256_of
+from tests.support.stages import Deep
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import Deep
 
 CPU = torch.device("cpu")
 SHARDS, MICROBATCHES, ROWS, STEPS = 2, 2, 4, 3

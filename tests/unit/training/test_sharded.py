@@ -37,7 +37,7 @@ DEATHS = [
         seed,
         full,
         id=f"{seed}-{name}-{'full' if full else 'optimizer'}",
-        marks=() if (seed < 2 and not full) or (name, seed) == ("plain", 0) else pytest.mark.slow,
+        marks=() if seed == 0 and (not full or name == "plain") else pytest.mark.slow,
     )
     for name, technique in TECHNIQUES.items()
     for full in (False, True)

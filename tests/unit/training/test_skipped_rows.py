@@ -20,9 +20,9 @@ from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from tests.support.stages import Ring, RingWorld
 from tests.unit.parallel.pipeline.replicas import COMPUTES, at_once
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import Ring, RingWorld
 
 SHARDS = 4
 

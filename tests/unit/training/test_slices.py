@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -39,12 +38,8 @@ from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.trial.slice_check import check_slices
 from raytrain_plus.workers.messages import Layers
-from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
-from tests.unit.parallel.tensor import hosting
-from tests.unit.training import linked as links
-from tests.unit.training import test_synchronous
-from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import (
+from tests.support import stages
+from tests.support.stages import (
     Ring,
     RingWorld,
     Told,
@@ -54,8 +49,12 @@ from tests.unit.training.test_synchronous import (
     state_of,
     tensors_of,
 )
+from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
+from tests.unit.parallel.tensor import hosting
+from tests.unit.training import linked as links
+from tests.unit.training.group import context
 
-one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+one_computes_at_a_time = stages.one_computes_at_a_time
 by_nccl = links.by_nccl
 
 SHARDS, STEPS, SEED, SLICES = 4, 3, 3, 4
@@ -147,6 +146,7 @@ def together(
     technique: Technique = PLAIN,
     task: Callable[[], AnyTask] = Small,
     chunks: list[list[str]] | None = None,
+    threads: Callable[..., Any] = Threads,
 ) -> list[Told]:
     """The results of each worker of a group."""
     lines = shape.lines("replica")
@@ -165,7 +165,7 @@ def together(
             state.link = link
         replica = shape.place(seat).replica
         tied = Layers(stage, (), where, SLICES).apart(state.tied)
-        peers = Threads(stage.index, mails[replica])
+        peers = threads(stage.index, mails[replica])
         passes = replica_stage(Synchronous, state, peers, schedule="1f1b", stages=shape.stages, tied=tied)
         one, world = SynchronousSteps(state, passes), RingWorld(replica, rings[seat])
         applied = [
@@ -231,15 +231,16 @@ def test_the_bits_do_not_depend_on_who_hosts_the_slices(shape: Shape, of_one: To
     check_alike(together(shape), shape, of_one, collected)
 
 
-def test_so_it_is_by_nccl(of_one: Told, by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_it_is_by_nccl(of_one: Told, by_nccl: None) -> None:
     shape = Shape(2, 2, 2)
     linked = links.Linked("1f1b", shape)
-    monkeypatch.setattr(sys.modules[__name__], "Threads", linked)
-    check_alike(together(shape), shape, of_one, collected)
+    check_alike(together(shape, threads=linked), shape, of_one, collected)
     assert linked.carried == set(linked.directions)
 
 
-@pytest.mark.parametrize("name", ["bf16", pytest.param("fp16", marks=pytest.mark.slow), "bf16-params"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("bf16", "fp16")), "bf16-params"]
+)
 def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
     technique = Technique(Precision(name), "full")
     applied, state = alone(technique=technique)
@@ -254,7 +255,7 @@ def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
     ("shape", "technique"),
     [
         (Shape(2, 2, 2), PLAIN),
-        (Shape(1, 1, 4), Technique(Precision("bf16"), "full")),
+        pytest.param(Shape(1, 1, 4), Technique(Precision("bf16"), "full"), marks=pytest.mark.slow),
         pytest.param(Shape(2, 1, 4), PLAIN, marks=pytest.mark.slow),
         pytest.param(Shape(1, 2, 2), Technique(Precision("fp16")), marks=pytest.mark.slow),
     ],
@@ -297,7 +298,7 @@ class OfTransformers(Task):
         return model(input_ids=batch, labels=batch).loss
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Llama", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_a_model_without_layers_has_the_same_bits_on_any_hosts(kind: str) -> None:
     def task() -> OfTransformers:
         return OfTransformers(kind)

@@ -7,9 +7,9 @@ import torch
 
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
-from tests.unit.training import test_pipedream, test_synchronous
+from tests.support import overlapping, stages
+from tests.support.stages import check_alike, one_computes_at_a_time
 from tests.unit.training.linked import Linked, by_nccl
-from tests.unit.training.test_synchronous import check_alike, one_computes_at_a_time
 
 __all__ = ["by_nccl", "one_computes_at_a_time"]
 
@@ -17,22 +17,20 @@ __all__ = ["by_nccl", "one_computes_at_a_time"]
 @pytest.mark.parametrize(
     "schedule", ["1f1b", "interleaved", "zero-bubble", pytest.param("gpipe", marks=pytest.mark.slow)]
 )
-def test_stages(schedule: Schedule, by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages(schedule: Schedule, by_nccl: None) -> None:
     shape = Shape(2, 4)
     linked = Linked(schedule, shape)
-    monkeypatch.setattr(test_synchronous, "Threads", linked)
-    expected = test_synchronous.alone(exact=True)
-    check_alike(test_synchronous.together(shape, schedule, exact=True), shape, expected)
+    expected = stages.alone(exact=True)
+    check_alike(stages.together(shape, schedule, exact=True, threads=linked), shape, expected)
     # Each link carried something, and nothing went another way.
     assert linked.carried == set(linked.directions)
 
 
-def test_steps_that_overlap(by_nccl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_overlap(by_nccl: None) -> None:
     shape, windows = Shape(2, 2), [range(3), range(3, 5)]
-    through_host = test_pipedream.together(shape, windows)
+    through_host = overlapping.together(shape, windows)
     linked = Linked("pipedream", shape)
-    monkeypatch.setattr(test_pipedream, "Threads", linked)
-    found = test_pipedream.together(shape, windows)
+    found = overlapping.together(shape, windows, threads=linked)
     for (told, weights, _), (expected, bits, _) in zip(found, through_host, strict=True):
         assert told == expected
         assert all(torch.equal(weights[name], bits[name]) for name in bits)

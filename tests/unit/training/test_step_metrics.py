@@ -24,30 +24,28 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
-from tests.unit.training import test_exact_steps as exact
-from tests.unit.training import test_pipedream as pipedream
-from tests.unit.training import test_synchronous as synchronous
+from tests.support import exact_steps, overlapping, stages
 from tests.unit.training.group import Group, context
 
 CPU = torch.device("cpu")
 
 
-class Measured(exact.Small):
+class Measured(exact_steps.Small):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         x = batch["x"]
         return {**super().loss(model, batch), "metrics": {"mean": x.mean(), "share": (x > 0).float().mean(), "one": 1}}
 
 
-def run(one: SynchronousSteps, step: int, shards: int = exact.SHARDS, world: Any = None) -> Applied:
-    return one.run(step, exact.batches(step, range(shards)), context(world or SoloWorld()))
+def run(one: SynchronousSteps, step: int, shards: int = exact_steps.SHARDS, world: Any = None) -> Applied:
+    return one.run(step, exact_steps.batches(step, range(shards)), context(world or SoloWorld()))
 
 
 def test_metrics_are_weighted_means_and_change_no_state() -> None:
-    bare, measured = exact.steps_of(), exact.steps_of(Measured())
-    for step in range(exact.STEPS):
+    bare, measured = exact_steps.steps_of(), exact_steps.steps_of(Measured())
+    for step in range(exact_steps.STEPS):
         plain, told = run(bare, step), run(measured, step)
         assert (told.loss, told.notes, plain.metrics) == (plain.loss, plain.notes, {})
-        microbatches = [one for of in exact.batches(step, range(exact.SHARDS)).values() for one in of]
+        microbatches = [one for of in exact_steps.batches(step, range(exact_steps.SHARDS)).values() for one in of]
         weights = [
             float(1 + (one.batch["y"] + 1).remainder(3).sum()) * float(one.batch["x"].abs().max())
             for one in microbatches
@@ -55,15 +53,15 @@ def test_metrics_are_weighted_means_and_change_no_state() -> None:
         mean = sum(w * float(one.batch["x"].mean()) for w, one in zip(weights, microbatches, strict=True))
         assert told.metrics["mean"] == pytest.approx(mean / sum(weights), rel=1e-12)
         assert told.metrics["one"] == pytest.approx(1.0)
-    assert exact.sha(measured.state) == exact.sha(bare.state)
+    assert exact_steps.sha(measured.state) == exact_steps.sha(bare.state)
 
 
 def test_metrics_have_the_same_bits_with_any_workers_and_deaths() -> None:
-    one = exact.steps_of(Measured())
-    expected = [run(one, step).metrics for step in range(exact.STEPS)]
-    group = Group(lambda: exact.steps_of(Measured()), exact.batches, exact.SHARDS)
-    group.train(exact.STEPS, random.Random(3))
-    assert [group.metrics[step] for step in range(exact.STEPS)] == expected
+    one = exact_steps.steps_of(Measured())
+    expected = [run(one, step).metrics for step in range(exact_steps.STEPS)]
+    group = Group(lambda: exact_steps.steps_of(Measured()), exact_steps.batches, exact_steps.SHARDS)
+    group.train(exact_steps.STEPS, random.Random(3))
+    assert [group.metrics[step] for step in range(exact_steps.STEPS)] == expected
     assert group.deaths
 
 
@@ -162,34 +160,34 @@ def test_the_note_for_the_ledger_is_the_same_with_metrics() -> None:
     assert other.signatures == dict.fromkeys(range(2), step_metrics.signature(["b", "a"]))
 
 
-class Deep(synchronous.Deep):
+class Deep(stages.Deep):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         return {**super().loss(model, batch), "metrics": {"mean": batch["x"].mean(), "largest": batch["x"].max()}}
 
 
-one_computes_at_a_time = synchronous.one_computes_at_a_time
+one_computes_at_a_time = stages.one_computes_at_a_time
 
 
 def test_stages_report_the_metrics_of_one_worker() -> None:
     def trained(one: SynchronousSteps, world: Any, hosted: tuple[int, ...], data: bool) -> list[Any]:
-        return [one.run(step, synchronous.batches(step, hosted, data), context(world)).metrics for step in range(3)]
+        return [one.run(step, stages.batches(step, hosted, data), context(world)).metrics for step in range(3)]
 
     made = Deep()
-    one = whole_steps(synchronous.state_of(made, [build_model(made, synchronous.SEED, CPU)], exact=True))
-    expected = trained(one, SoloWorld(), tuple(range(synchronous.SHARDS)), True)
+    one = whole_steps(stages.state_of(made, [build_model(made, stages.SEED, CPU)], exact=True))
+    expected = trained(one, SoloWorld(), tuple(range(stages.SHARDS)), True)
     assert set(expected[0]) == {"mean", "largest"}
-    assert synchronous.together(Shape(2, 2), "1f1b", exact=True, task=Deep, act=trained) == [expected] * 4
+    assert stages.together(Shape(2, 2), "1f1b", exact=True, task=Deep, act=trained) == [expected] * 4
 
 
-class Smooth(pipedream.Smooth):
+class Smooth(overlapping.Smooth):
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         return {**super().loss(model, batch), "metrics": {"mean": batch["x"].mean()}}
 
 
 def test_overlapping_steps_report_their_metrics() -> None:
     windows = [range(3), range(3, 5)]
-    told = pipedream.together(Shape(2, 2), windows, task=Smooth)
-    plain = pipedream.together(Shape(2, 2), windows)
+    told = overlapping.together(Shape(2, 2), windows, task=Smooth)
+    plain = overlapping.together(Shape(2, 2), windows)
     assert [one.state.counts for _, _, one in told] == [{"skipped": 0, "metrics": 1}] * 4
     for applied, weights, _ in told[1:]:
         assert [one.metrics for one in applied] == [one.metrics for one in told[0][0]]

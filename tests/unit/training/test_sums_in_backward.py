@@ -13,11 +13,11 @@ from torch import nn
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.training.step.window import OverlappingSteps
-from tests.unit.training import test_nonfinite, test_synchronous
+from tests.support import nonfinite, stages
+from tests.support.nonfinite import Flat, batches
 from tests.unit.training.group import context
-from tests.unit.training.test_nonfinite import Flat, batches
 
-one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+one_computes_at_a_time = stages.one_computes_at_a_time
 
 
 class Wide(nn.Module):
@@ -26,7 +26,7 @@ class Wide(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
         self.linear, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.last = name == test_nonfinite.NAMES[-1]
+        self.last = name == nonfinite.NAMES[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, mark = x[:, :5], x[:, 5:]
@@ -36,17 +36,11 @@ class Wide(nn.Module):
 
 class Plain(Flat):
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
-        return {name: partial(Wide, name) for name in test_nonfinite.NAMES}
+        return {name: partial(Wide, name) for name in nonfinite.NAMES}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble", "pipedream"])
-def test_a_sum_starts_before_the_first_weight_has_its_gradient(
-    schedule: Schedule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_nonfinite, "Flat", Plain)
-    monkeypatch.setattr(test_nonfinite, "Risky", Plain)
-    monkeypatch.setattr(test_nonfinite, "BUCKET_BYTES", 120)
-
+def test_a_sum_starts_before_the_first_weight_has_its_gradient(schedule: Schedule) -> None:
     def act(one: Any, world: Any, hosted: tuple[int, ...], data: bool) -> list[str]:
         seen: list[str] = []
         first, value = one.state.parts[0].parameters[0]
@@ -64,7 +58,7 @@ def test_a_sum_starts_before_the_first_weight_has_its_gradient(
             one.run(0, batches(0, hosted, data), context(world))
         return seen
 
-    for seen in test_nonfinite.together(Shape(2, 2), schedule, act):
+    for seen in nonfinite.together(Shape(2, 2), schedule, act, task=Plain(), bucket_bytes=120):
         [name] = {one for one in seen if one.endswith("weight")}
         last = len(seen) - seen[::-1].index(name)
         assert "gradients.0.0" in seen[:last], seen

@@ -14,7 +14,7 @@ from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.torch_compat import compiled_graphs
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.weights.step_options import Technique
-from tests.unit.training.test_synchronous import Deep, alone, collected, one_computes_at_a_time, together
+from tests.support.stages import Deep, alone, collected, one_computes_at_a_time, together
 
 __all__ = ["one_computes_at_a_time"]
 SCHEDULES: tuple[Schedule, ...] = ("gpipe", "interleaved")

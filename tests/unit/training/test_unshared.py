@@ -28,8 +28,8 @@ from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.task_trial import try_task
+from tests.support.optimizers import Plain, job, trial
 from tests.unit.training.group import Group, context
-from tests.unit.training.test_optimizer import Plain, job, trial
 
 CPU = torch.device("cpu")
 PIPELINE = {"parallel": Parallel(pipeline=2, schedule="gpipe")}
@@ -312,8 +312,15 @@ def batches(step: int, hosted: Any) -> dict[int, list[Microbatch]]:
     return made
 
 
-@pytest.mark.parametrize("technique", [PLAIN, Technique(Precision("bf16"))], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("built", [None, 3])
+@pytest.mark.parametrize(
+    ("built", "technique"),
+    [
+        pytest.param(None, PLAIN, id="None-fp32"),
+        pytest.param(3, Technique(Precision("bf16")), id="3-bf16"),
+        pytest.param(3, PLAIN, id="3-fp32", marks=pytest.mark.slow),
+        pytest.param(None, Technique(Precision("bf16")), id="None-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_goes_on_with_longer_batches_to_the_same_bits_on_any_workers(
     built: int | None, technique: Technique
 ) -> None:

@@ -22,11 +22,11 @@ from raytrain_plus.state.named import state_sha256
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
-from tests.unit.training import test_pipedream, test_synchronous
+from tests.support import overlapping, stages
+from tests.support.stages import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, collected, together
 from tests.unit.training.group import context
-from tests.unit.training.test_synchronous import CPU, SHARDS, STEPS, Deep, Tied, alone, batches, collected, together
 
-one_computes_at_a_time = test_synchronous.one_computes_at_a_time
+one_computes_at_a_time = stages.one_computes_at_a_time
 
 
 class Switch(nn.Module):
@@ -65,7 +65,7 @@ NEVER = ("one.never", "unused.weight")
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(test_synchronous.state_of(task, [build_model(task, test_synchronous.SEED, CPU)], exact=False))
+    return whole_steps(stages.state_of(task, [build_model(task, stages.SEED, CPU)], exact=False))
 
 
 def run(one: SynchronousSteps, *steps: int) -> list[Any]:
@@ -162,14 +162,14 @@ def test_a_later_stage_decides_what_has_a_gradient(schedule: Schedule, task: typ
 
 
 def test_overlapping_steps_leave_the_same_parameters_alone() -> None:
-    class Smooth(test_pipedream.Smooth):
+    class Smooth(overlapping.Smooth):
         def layers(self) -> dict[str, Callable[[], nn.Module]]:
             return {**super().layers(), "d": lambda: nn.Sequential(nn.Linear(6, 3), Unused())}
 
         def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
             return torch.optim.AdamW([value for _, value in parameters], lr=0.05)
 
-    for _, weights, one in test_pipedream.together(Shape(2, 2), [range(4)], task=Smooth):
+    for _, weights, one in overlapping.together(Shape(2, 2), [range(4)], task=Smooth):
         if "d.1.weight" in weights:
             assert weights["d.1.weight"].eq(1).all()
             assert dict(one.state.named)["d.1.weight"].grad is not None
@@ -252,7 +252,7 @@ def test_a_loss_that_changes_gradients_is_refused(how: str) -> None:
             return found
 
     one = steps_of(Clears())
-    before = state_sha256(test_synchronous.tensors_of(one.state))
+    before = state_sha256(stages.tensors_of(one.state))
     with pytest.raises(TrainingError, match="the platform owns gradients"):
         run(one, 0)
-    assert state_sha256(test_synchronous.tensors_of(one.state)) == before
+    assert state_sha256(stages.tensors_of(one.state)) == before

@@ -31,8 +31,8 @@ from raytrain_plus.workers.states.saver import Saver
 from raytrain_plus.workers.states.state_copier import Copier
 from raytrain_plus.workers.states.state_source import StateSource
 from raytrain_plus.workers.worker import Worker
-from tests.unit.data.test_source import write
-from tests.unit.training.test_exact_steps import SHARDS, batches, state_of
+from tests.support.datasets import write
+from tests.support.exact_steps import SHARDS, batches, state_of
 
 SECOND = Stage(1, 2)
 SOLO = Invitation(generation=0, name="ring", rank=0, size=1, address="", server=("", 0), timeout_s=10)

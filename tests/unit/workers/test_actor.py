@@ -99,7 +99,7 @@ print("call", called(standby.call, "threads"))
     ("given", "cpus", "threads"),
     [
         ("", 2.5, 2),
-        ("3", 4, 3),
+        pytest.param("3", 4, 3, marks=pytest.mark.slow),
         pytest.param("", 4, 4, marks=pytest.mark.slow),
         pytest.param("", 0, 1, marks=pytest.mark.slow),
     ],

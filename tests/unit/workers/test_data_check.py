@@ -16,8 +16,8 @@ from raytrain_plus.data.sources.packing import packed
 from raytrain_plus.data.sources.source import index, with_tokenizer
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.workers.preparation.data_check import same_data, sights_of
-from tests.unit.data.test_source import write
-from tests.unit.data.test_tokens import save, texts
+from tests.support.datasets import write
+from tests.support.tokenizers import save, texts
 from tests.unit.workers.members import plan_of
 
 

@@ -14,7 +14,7 @@ from raytrain_plus.job.settings import Evaluate
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.workers.messages import Plan
 from raytrain_plus.workers.preparation.feeds import Feeds
-from tests.unit.training.test_exact_steps import SHARDS
+from tests.support.exact_steps import SHARDS
 from tests.unit.workers.members import plan_of
 
 FIRST, SECOND = Stage(0, 2), Stage(1, 2)

@@ -28,7 +28,7 @@ from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.states.state_receiver import ReceivedStates
 from raytrain_plus.workers.states.state_source import sha256_of
-from tests.unit.training.test_exact_steps import Small, batches, state_of
+from tests.support.exact_steps import Small, batches, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
 
 HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})

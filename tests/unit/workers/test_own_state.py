@@ -12,7 +12,7 @@ from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.workers.messages import WHOLE, Layers
 from raytrain_plus.workers.states.held_state import OwnState
-from tests.unit.training.test_exact_steps import state_of
+from tests.support.exact_steps import state_of
 
 HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
 

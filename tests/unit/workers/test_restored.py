@@ -14,8 +14,8 @@ from raytrain_plus.state.stored.manifest import Manifest, name_of
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.restored import restore
-from tests.unit.state.test_checkpoint import described, shares
-from tests.unit.training.test_exact_steps import sha, state_of
+from tests.support.exact_steps import sha, state_of
+from tests.support.states import described, shares
 
 
 def written(run: LocalFolder, without: str = "?", **changes: Any) -> Manifest:

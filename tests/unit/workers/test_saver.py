@@ -26,7 +26,7 @@ from raytrain_plus.storage.interface import Buffer
 from raytrain_plus.workers.messages import ShareOf, Written
 from raytrain_plus.workers.states import saver as module
 from raytrain_plus.workers.states.saver import Part, Saver
-from tests.unit.state.test_checkpoint import described
+from tests.support.states import described
 from tests.unit.workers.trained import LateCopies, holding
 
 Told = queue.SimpleQueue[Written]

@@ -14,8 +14,8 @@ from torch import nn
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.preparation.show import show_model
-from tests.unit.training.test_exact_steps import Small, state_of
-from tests.unit.training.test_precision import Classifier, steps_of
+from tests.support.exact_steps import Small, state_of
+from tests.support.precisions import Classifier, steps_of
 from tests.unit.workers.members import member
 
 

@@ -17,7 +17,7 @@ from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.state.transfer import snapshot_digest
 from raytrain_plus.workers.messages import WHOLE, Sent
 from raytrain_plus.workers.preparation.prepared import Prepared
-from tests.unit.training.test_exact_steps import Small, state_of
+from tests.support.exact_steps import Small, state_of
 from tests.unit.workers.members import SECOND, in_background, member
 
 STAGE = WHOLE.stage

@@ -13,7 +13,7 @@ from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.job.settings import Parallel, Workers
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers.warm_up import warm_up
-from tests.unit.training.test_exact_steps import SHARDS, batches
+from tests.support.exact_steps import SHARDS, batches
 from tests.unit.workers.members import member
 
 

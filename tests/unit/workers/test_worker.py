@@ -25,8 +25,8 @@ from raytrain_plus.workers import reporter
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
-from tests.unit.data.test_source import write
-from tests.unit.training.test_exact_steps import SHARDS, Small, batches, sha, state_of
+from tests.support.datasets import write
+from tests.support.exact_steps import SHARDS, Small, batches, sha, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member, plan_of, worker_of
 
 

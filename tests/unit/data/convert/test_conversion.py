@@ -7,7 +7,6 @@ import gzip
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -28,55 +27,18 @@ from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.errors import DataError
-
-ROWS = [{"id": n, "x": n / 4, "t": f'line {n}, "quoted"\t' + "é" * (n % 7), "ok": n % 3 == 0} for n in range(3000)]
-TABLE = pa.Table.from_pylist(ROWS)
-NONE = parts.Progress("")
-
-
-def write_jsonl(file: Path, rows: list[dict[str, Any]], opened: Any = open) -> None:
-    with opened(file, "wt", encoding="utf-8") as out:
-        out.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def write_csv(file: Path, rows: list[dict[str, Any]], tab: bool = False) -> None:
-    with file.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, list(rows[0]), delimiter="\t" if tab else ",")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_stream(file: Path, rows: list[dict[str, Any]]) -> None:
-    table = pa.Table.from_pylist(rows)
-    with pa.OSFile(str(file), "wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
-        writer.write_table(table, 70)
-
-
-def write_saved(folder: Path, rows: list[dict[str, Any]]) -> None:
-    """As `save_to_disk` of Hugging Face's datasets does."""
-    folder.mkdir()
-    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    write_stream(folder / names[0], rows[:100])
-    write_stream(folder / names[1], rows[100:])
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-
-
-def two_files(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir()
-    write_jsonl(folder / "a.jsonl", rows[:1234])
-    write_jsonl(folder / "b.ndjson", rows[1234:])
-
-
-SOURCES: dict[str, Callable[[Path, list[dict[str, Any]]], None]] = {
-    "rows.jsonl": write_jsonl,
-    "rows.jsonl.gz": lambda file, rows: write_jsonl(file, rows, gzip.open),
-    "rows.csv": write_csv,
-    "rows.tsv": lambda file, rows: write_csv(file, rows, tab=True),
-    "rows.arrow": write_stream,
-    "rows.feather": lambda file, rows: pa.feather.write_feather(pa.Table.from_pylist(rows), str(file)),
-    "saved": write_saved,
-    "folder": two_files,
-}
+from tests.support.conversions import (
+    NONE,
+    ROWS,
+    SOURCES,
+    TABLE,
+    contents,
+    kill_after_a_part,
+    quiet,
+    write_csv,
+    write_jsonl,
+    write_stream,
+)
 
 
 @pytest.fixture
@@ -88,16 +50,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "GROUPS", 4)
 
 
-def quiet(read: int, of: int) -> None:
-    assert 0 <= read <= of
-
-
 def convert(tmp_path: Path, name: str, told: Callable[[int, int], None] = quiet) -> Path:
     return converted(tmp_path / name, format_of(tmp_path / name), told, tmp_path / "cache")
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -132,19 +86,6 @@ def test_an_interrupted_conversion_continues_after_its_last_part(tmp_path: Path,
     made = convert(tmp_path, name)
     assert contents(made) == whole
     assert {name: (made / name).stat().st_ino for name in before} == before, "its parts are kept"
-
-
-def kill_after_a_part(words: list[str], cache: Path) -> int:
-    """Kill the conversion into a cache that a command makes, after its first part; return the inode of that part."""
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    # A part whose progress is not written is made again.
-    while not any((parts.load_progress(one) or NONE).parts for one in cache.glob(".*.partial")):
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    [partial] = cache.glob(".*.partial")
-    return (partial / "part-00000.parquet").stat().st_ino
 
 
 @pytest.mark.timeout(60)

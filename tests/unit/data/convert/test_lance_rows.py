@@ -19,7 +19,7 @@ from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.convert.formats.lance_rows import LanceRows, lance_files
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError
-from tests.unit.data.convert.test_conversion import ROWS, TABLE, contents, quiet, write_stream
+from tests.support.conversions import ROWS, TABLE, contents, quiet, write_stream
 
 lance: Any = pytest.importorskip("lance")
 

@@ -33,8 +33,8 @@ from raytrain_plus.data.values.collate import ADDED
 from raytrain_plus.data.values.tokens import POSITIONS
 from raytrain_plus.errors import DataError
 from raytrain_plus.task import Task
-from tests.unit.data.convert.test_conversion import kill_after_a_part
-from tests.unit.data.test_tokens import save, texts
+from tests.support.conversions import kill_after_a_part
+from tests.support.tokenizers import save, texts
 
 TEXTS = ["the " * 600, *texts(400), ""]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import tarfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,7 @@ from raytrain_plus.data.convert.conversion import converted
 from raytrain_plus.data.convert.formats import tar_samples
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError
-
-Members = Sequence[tuple[str, bytes]]
-
-
-def write(file: Path, members: Members) -> None:
-    with tarfile.open(file, "w:gz" if file.name.endswith("gz") else "w") as tar:
-        for name, content in members:
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
+from tests.support.conversions import write
 
 
 def samples(count: int, begin: int = 0) -> list[tuple[str, bytes]]:
