@@ -9,6 +9,10 @@ from dataclasses import dataclass
 PAGES = (
     "README.md",
     "jobs/README.md",
+    "jobs/data.md",
+    "jobs/parallel.md",
+    "jobs/recovery.md",
+    "jobs/reference.md",
     "clusters/README.md",
     "examples/README.md",
     "tests/benchmarks/README.md",

@@ -1,4 +1,4 @@
-"""Which settings combine, as a table for `jobs/README.md`, from the checks of a job's values.
+"""Which settings combine, as a table for `jobs/parallel.md`, from the checks of a job's values.
 
 As a module: prints it.
 """

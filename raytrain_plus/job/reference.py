@@ -1,4 +1,4 @@
-"""Render the reference of all settings, in `jobs/README.md`, from the docstrings of their classes.
+"""Render the reference of all settings, in `jobs/reference.md`, from the docstrings of their classes.
 
 As a module: prints it.
 """

@@ -321,8 +321,7 @@ class Job:
     collective: Literal["auto", "horovod", "torch", "nccl"] = "auto"
     """Library that sums gradients. `auto` (the default): Horovod if it is built, otherwise `torch`, which is
     torch.distributed with Gloo. On GPUs both sum in pinned memory of the host, and are left as on CPUs when a worker is
-    lost. `nccl`: GPUs exchange by NCCL, and through pinned memory while it forms again after a change. It was not run
-    on a GPU yet."""
+    lost. `nccl`: GPUs exchange by NCCL, and through pinned memory while it forms again after a change."""
 
     reduction: Literal["ring", "exact"] = "ring"
     """How gradients are summed. `ring` (the default): a ring all-reduce; results differ by rounding with the number
