@@ -181,7 +181,7 @@ def saved_text(result: Result) -> str | None:
 
 
 def state_text(steps: int, why: str | None, saved_step: int | None) -> str:
-    """Return whether the state after so many steps was saved, in words.
+    """Return whether the state after `steps` steps was saved, in words.
 
     `why`: why it was not, or None if it was; then the text names the newest complete checkpoint, that after
     `saved_step`.

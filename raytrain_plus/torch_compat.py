@@ -224,7 +224,7 @@ class _NoModules(nullcontext[None]):
 
 
 def set_up_compiler(codes: int) -> None:
-    """Let torch make so many pieces of code of one function, in this process, and fail rather than stop compiling."""
+    """Let torch compile one function up to `codes` times in this process, and fail rather than stop compiling."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 

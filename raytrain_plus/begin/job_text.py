@@ -40,7 +40,7 @@ def name_of(spec: str) -> str:
 
 
 def sizes_for(rows: int) -> tuple[int, int]:
-    """Return (`data.batch_size`, `data.shards`) to begin with for so many rows.
+    """Return (`data.batch_size`, `data.shards`) to begin with for data of `rows` rows.
 
     >>> sizes_for(1437), sizes_for(100), sizes_for(5)
     ((64, 8), (8, 8), (5, 5))

@@ -69,7 +69,7 @@ class Communicator(Protocol):
         """Start to receive bytes from the other one of two members, after what is computed now."""
 
     def room(self, length: int) -> torch.Tensor:
-        """Return so many bytes of the device's memory, with undefined values."""
+        """Return `length` bytes of the device's memory, with undefined values."""
 
     def mark(self) -> Event:
         """Return where all operations that were started have ended."""

@@ -85,7 +85,7 @@ class World(SwitchableTransport, Protocol):
 
 
 class FixedTransport:
-    """`SwitchableTransport` of which there is one."""
+    """A `SwitchableTransport` that never switches."""
 
     forming = switched = False
     why_never = ""

@@ -154,7 +154,7 @@ class EventLoop:
         return True
 
     def later(self, seconds: float, act: Callable[[], None]) -> None:
-        """Run `act` in so many seconds."""
+        """Run `act` after `seconds`."""
         self._timers.append((self._clock.now() + seconds, act))
 
     def fire(self, now: float) -> None:

@@ -25,7 +25,7 @@ def requested(job: Job, now: Limits, minimum: int | None, maximum: int | None, s
     size_table(replace(job, workers=workers))
     fewest = max(job.workers.min, min(stages * ranks for stages, ranks in now.sizes.layouts))
     if job.parallel.in_parts and workers.min < fewest:
-        # The check whether the partitions fit the workers' memory assumed so many workers.
+        # The check whether the partitions fit the workers' memory assumed this maximum.
         raise InputError(
             f"a model in parts cannot shrink below the minimum that it began with: {fewest} workers",
             where=f"workers.min: {workers.min}",

@@ -157,7 +157,7 @@ class Parallel:
         return self.commit_every if self.overlaps else 1
 
     def first_layers(self, stages: int) -> Sequence[str] | None:
-        """Return the first layer of each chunk if `partition` names them for so many stages."""
+        """Return the first layer of each chunk if `partition` names them for `stages` stages."""
         return self.partition if stages == self.pipeline else None
 
 

@@ -160,7 +160,7 @@ class _Followed:
 
 
 def _cut_off(steps: int, run: Folder, *, detached: bool) -> str:
-    """Return what a second signal leaves of a run that was in this folder after so many steps, in words."""
+    """Return what a second signal leaves of a run that was in this folder after `steps` steps, in words."""
     if detached:
         return f"the run saves its state and ends without this process; see: raytrain status '{run.where}'"
     try:

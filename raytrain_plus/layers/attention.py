@@ -17,7 +17,7 @@ class Attention(nn.Module):
     """
 
     def __init__(self, width: int, heads: int, kv_heads: int | None = None, *, bias: bool = False) -> None:
-        """Attend with so many heads, whose number `kv_heads` (default: as many) of keys and values divides.
+        """Attend with `heads` heads; `kv_heads`, the number of heads of keys and values, divides it (default: equal).
 
         Raises `ValueError` for numbers that do not divide each other.
         """

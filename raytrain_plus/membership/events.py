@@ -21,7 +21,7 @@ Lacks = Literal["initial", "newer", "stage", "rows"]
 """What a member lacks when its generation begins.
 
 `initial`: the initial state, which it makes by itself. `newer`: the state that others hold, which it takes from them.
-`stage`: its new stage of the state of which it holds another stage, also taken from others. It keeps that other stage
+`stage`: its new stage, taken from others, if it holds another stage of the state. It keeps that other stage
 until a step is made: no other worker may have it. `rows`: the optimizer's state of rows that it is to hold from now on.
 
 The pieces that it misses do not tell these apart: a member that moves to another stage of the same partition misses all
@@ -85,7 +85,7 @@ class Left:
     ready: int | None = None
     """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
-    """The newest step of which it has a copy of that stage, made in that generation."""
+    """The newest step for which it has a copy of that stage, made in that generation."""
     owned: Pieces | None = None
     """The rows whose optimizer's state belongs to what it holds; None for all."""
     complete: bool = True
@@ -273,7 +273,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Make these members apply `step`, of which they have all sums and which another member has applied.
+    """Make these members apply `step`: they have all its sums, and another member has applied it.
 
     Each of them sends `Left` once more.
     """

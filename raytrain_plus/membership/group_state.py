@@ -92,7 +92,7 @@ class WorkerStatus:
     complete: bool = True
     """Whether it has the weights of all other rows too."""
     copies: frozenset[tuple[int, Stage]] = frozenset()
-    """Steps and stages of which it keeps copies in memory, in addition to what it holds."""
+    """Steps and stages that it keeps copies of in memory, in addition to what it holds."""
     node: str = ""
     leaving: bool = False
     unwanted: bool = False
@@ -187,7 +187,7 @@ def holders(group: Group) -> list[list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class NewestState:
-    """A complete state, all pieces of which workers hold."""
+    """A complete state: workers hold all its pieces."""
 
     step: int
     donors: tuple[Donor, ...]
@@ -198,7 +198,7 @@ class NewestState:
 
 
 def newest_state(group: Group) -> NewestState | None:
-    """Return the newest state of which workers hold all pieces; else the initial one; None without workers.
+    """Return the newest state whose pieces workers hold; else the initial one; None without workers.
 
     A worker whose state is partially applied holds none. Of the workers that have the same stage, one that holds it
     comes before one that keeps a copy; then come those that stay, in the order of their seats.
@@ -217,7 +217,7 @@ def newest_state(group: Group) -> NewestState | None:
 
 
 Offer = tuple[str, Stage, Pieces]
-"""A worker, a stage that it holds or of which it keeps a copy, and the pieces that it has of it."""
+"""A worker, a stage that it holds or keeps a copy of, and its pieces of that stage."""
 
 
 def _own_offer(group: Group, name: str) -> Offer | None:

@@ -39,7 +39,7 @@ class Stage:
 
 
 def stages_of(count: int, ranks: int = 1) -> list[Stage]:
-    """Return the positions of a replica that has so many stages and tensor ranks, in the order of its seats."""
+    """Return the positions of a replica of `count` stages with `ranks` tensor ranks each, in the order of its seats."""
     return [Stage(number, count, rank, ranks) for number in range(count) for rank in range(ranks)]
 
 
@@ -63,7 +63,7 @@ def hosted_slices(slices: int, rank: int, ranks: int) -> range:
 
 
 Donor = tuple[str, Stage]
-"""A worker, and a stage that it holds or of which it keeps a copy."""
+"""A worker, and a stage that it holds or keeps a copy of."""
 
 
 class Seat(NamedTuple):

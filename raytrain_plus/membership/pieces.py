@@ -71,7 +71,7 @@ class Pieces:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of which there are rows, sorted."""
+        """The names that have rows, sorted."""
         return tuple(self._ranges)
 
     def end(self, name: str, row: int) -> int:

@@ -63,7 +63,7 @@ class _Unseated:
     """The workers that have no seat yet."""
 
     def __init__(self, order: Sequence[str], nodes: Mapping[str, str], positions: int) -> None:
-        """`order`: the nodes, of which the first of equal ones is taken; `positions`: those of one replica."""
+        """`order`: the nodes; the first of equal ones is taken. `positions`: those of one replica."""
         self.order, self.nodes = order, nodes
         self.known: list[dict[str, list[str]]] = [defaultdict(list) for _ in range(positions)]
         """For each position, by node, the workers that must take it, in any replica."""

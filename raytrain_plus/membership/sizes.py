@@ -118,7 +118,7 @@ class SizeTable:
 
 
 def backoff_s(fruitless: int) -> float:
-    """Return the seconds to wait before lost workers are replaced, after so many failures without a step between them.
+    """Return the seconds to wait before lost workers are replaced, after `fruitless` failures with no step between.
 
     >>> [backoff_s(n) for n in (0, 1, 2, 3, 9)]
     [0.0, 0.0, 1.0, 2.0, 30.0]

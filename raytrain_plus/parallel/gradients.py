@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 BUCKET_BYTES = 4 << 20
 """Size in bytes at which a bucket is closed: large enough for the ring's bandwidth, small enough to overlap."""
 GPU_BUCKET_BYTES = 64 << 20
-"""The same on a GPU, which computes the gradients of so many bytes in a millisecond or less."""
+"""The same on a GPU, which computes this many bytes of gradients in a millisecond or less."""
 
 
 class Gradients:

@@ -52,7 +52,7 @@ def unused_workers(sizes: SizeTable) -> str:
 
 
 def many_passes(job: Job, replicas: int) -> str:
-    """Return why GPUs are partly idle if the largest group has so many replicas; empty if that is no reason."""
+    """Return why GPUs are partly idle if the largest group has `replicas` replicas; empty if that is no reason."""
     shards, batch_size, microbatches = job.data.shards, job.data.batch_size, job.parallel.microbatches
     if not job.workers.gpus or shards <= PASSES_ON_A_GPU * replicas:
         return ""
@@ -71,7 +71,7 @@ def many_passes(job: Job, replicas: int) -> str:
 
 
 def share_of(parallel: Parallel, replicas: int) -> Fraction:
-    """Return the share that a worker of each of so many replicas holds of what is sharded; all of it if nothing is."""
+    """Return the share of a sharded state that a worker of one of `replicas` replicas holds; else 1."""
     return Fraction(1) if parallel.sharded == "none" else Fraction(min(parallel.holders, replicas), replicas)
 
 
@@ -142,7 +142,7 @@ def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:
 
 
 def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> InputError | None:
-    """Return why the job cannot run in so many stages, on up to `most` workers, or None."""
+    """Return why the job cannot run in `stages` stages, on up to `most` workers, or None."""
     schedule, shards = job.parallel.schedule, job.data.shards
     if stages == 1:
         return None

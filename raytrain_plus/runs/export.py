@@ -75,7 +75,7 @@ def load(
     """Load weights and persistent buffers of a run, or of a safetensors file, into `model`, in place.
 
     `path` is the path or address of a run's folder or of one of its checkpoints, the name of a run under `storage`, or
-    the path of a safetensors file. Of a run, the newest checkpoint is used; or the one after so many `steps`, as
+    the path of a safetensors file. Of a run, the newest checkpoint is used; or the one after `steps` steps, as
     `raytrain status` lists them; or the `best` one, by the metric of `checkpoint.keep_best`. Returns the step of the
     weights, counted from 0 as in events; -1 for a file. `step`, which counted from 0, is refused. Raises `InputError`
     for it, and if there are no such weights or they do not match `model`, which is then left unchanged.
@@ -274,7 +274,7 @@ def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "f
 
 
 def rounded(weights: Weights, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return tensors of which the floating-point ones among `names` are rounded to bfloat16, to the nearest."""
+    """Return the tensors; the floating-point ones among `names` are rounded to the nearest bfloat16."""
     wide = (torch.float32, torch.float64)
     return {
         name: value.to(torch.bfloat16) if name in names and value.dtype in wide else value

@@ -176,7 +176,7 @@ def listed(storage: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _reached(past: Past, result: Result | None) -> int:
-    """Return the newest step of which the files besides the events tell."""
+    """Return the newest step that the files other than the events record."""
     saved = [one.step for one in past.found if one.manifest is not None]
     return max([-1 if result is None else result.steps - 1, *saved, *(step for _, step in past.entered)])
 

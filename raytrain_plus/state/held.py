@@ -54,7 +54,7 @@ class HeldTensor:
 
     @property
     def entry(self) -> StateTensor:
-        """The entry of the whole tensor, of which a worker has these rows."""
+        """The entry of the whole tensor that these rows belong to."""
         held = entry_of(self.name, self.value)
         size = self.value.nbytes * self.count // max(1, self.last - self.first)
         return StateTensor(
@@ -81,7 +81,7 @@ class HeldTensor:
 
 
 def held_tensors(tensors: Mapping[str, torch.Tensor], held: HeldRows | None) -> list[HeldTensor]:
-    """Return what there is of the state's tensors, of weights and their optimizer's state only these rows.
+    """Return the state's tensors, restricted to these rows of weights and optimizer state.
 
     `tensors`: see `state.holding`. `held`: None if nothing is sharded. A number that belongs to all rows of a weight
     goes with the first row.

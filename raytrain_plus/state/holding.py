@@ -206,7 +206,7 @@ def _classes(holding: Holding) -> dict[str, str | None]:
 
 
 def _weights(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
-    """Return the weights of an optimizer's group, of which its parameters may be rows."""
+    """Return the weights of an optimizer's group; its parameters may be rows of them."""
     found = (names[id(parameter)] for parameter in group["params"] if id(parameter) in names)
     return list(dict.fromkeys(map(weight_of, found)))
 

@@ -17,7 +17,7 @@ from raytrain_plus.state.weight_rows import Packed
 
 
 def name_of_whole(name: str) -> str:
-    """Return the name of the tensor of which a tensor of the state is a slice; its own if it is none.
+    """Return the name of the tensor that a tensor of the state is a slice of; its own name if it is no slice.
 
     >>> name_of_whole("param/block0@2.qkv.weight"), name_of_whole("param/head.bias")
     ('param/block0.qkv.weight', 'param/head.bias')
@@ -75,7 +75,7 @@ def joined(tensors: Mapping[str, Packed], cuts: Mapping[str, Cut]) -> dict[str, 
 
 
 class Joining:
-    """Yields the tensors of a model whole, of which a state has some in slices: each once its last slice has come."""
+    """Yields whole tensors of a model from a state that has some in slices: each once its last slice has come."""
 
     def __init__(self, entries: Mapping[str, StateTensor], exported: Collection[str]) -> None:
         """Join those of these entries that are `exported`; they come in the order of `entries`."""

@@ -1,4 +1,4 @@
-"""States of which a worker has some rows: their names, and the parts of several workers put together. Pure.
+"""States that a worker holds in rows: names of rows, and the parts of several workers put together. Pure.
 
 Where the optimizer's state is sharded, a worker changes some rows of each weight. Rows [3, 7) of the weight `w` are the
 parameter `w[3:7]`; its optimizer's state is `optim/w[3:7]/<key>`, its average `ema/w[3:7]`. All rows of a weight have
@@ -58,7 +58,7 @@ def parse_rows(parameter: str) -> WeightRows:
 
 
 def weight_of(parameter: str) -> str:
-    """Return the weight of which a parameter is some rows.
+    """Return the weight that a parameter is rows of.
 
     >>> weight_of("w[3:7]")
     'w'
@@ -67,7 +67,7 @@ def weight_of(parameter: str) -> str:
 
 
 def piece_of(rows: WeightRows, units: int) -> Piece:
-    """Return the piece of these rows of a weight that has so many."""
+    """Return the piece of these rows of a weight that has `units` rows."""
     return Piece(OF_ROWS + rows.weight, rows.first, units if rows.last is None else rows.last)
 
 

@@ -79,7 +79,7 @@ class RemotePath:
 
     @property
     def address(self) -> str:
-        """The address with its settings, of which `place_of` makes this path again."""
+        """The address with its settings; `place_of` turns it into this path again."""
         return f"{self}{self.settings}"
 
     @property
@@ -216,7 +216,7 @@ def _remote_place(address: str) -> Place:
 
 
 def spelled(place: Place) -> str:
-    """Return the text of which `place_of` makes this place again."""
+    """Return the text that `place_of` turns into this place again."""
     return place.address if isinstance(place, RemotePath) else str(place)
 
 

@@ -36,7 +36,7 @@ def fitting_state(job: Job, task: Task, device: torch.device, room: int) -> Stat
 
 
 def check_state_fits(job: Job, size: StateSize, workers: int, *, held: int, room: int, apart: bool) -> None:
-    """Raise `InputError` if the state of each of so many workers, beside `held` bytes, needs more than `room` bytes.
+    """Raise `InputError` if the state of each of `workers` workers, beside `held` bytes, needs more than `room` bytes.
 
     `apart`: see `StateSize.needed`.
     """
@@ -84,7 +84,7 @@ def check_layers_fit(
 ) -> int:
     """Return the bytes that a worker needs if all its microbatches pass a layer before they pass the next one.
 
-    Raises `InputError` if there is not so much `room`.
+    Raises `InputError` if that exceeds `room`.
     """
     workers = most_workers(job)
     kept = sum(layer.activations for layer in layers)
@@ -111,7 +111,7 @@ def check_fits(job: Job, footprint: Footprint, rows: int, room: int) -> None:
         f"a step with a microbatch of {rows:,} rows needs about {size_text(int(need))} of memory, and there are "
         f"{size_text(room)}",
         where="data.batch_size",
-        expected=f"at most {most:,} rows in a microbatch" if most else "a model of which one row fits into memory",
+        expected=f"at most {most:,} rows in a microbatch" if most else "a model that fits into memory with one row",
         remedy=_fewer_rows(job, rows, most) if most else "use a larger machine, or a smaller model",
     )
 

@@ -137,7 +137,7 @@ def _layer(
     kept: int,
     counted: int,
 ) -> Layer:
-    """Return the cost of a layer, of whose parameters a worker keeps so many copies.
+    """Return the cost of a layer; a worker keeps `kept` copies of its parameters.
 
     `tied`: the parameters that are copies of another layer's.
     """

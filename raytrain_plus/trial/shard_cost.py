@@ -20,7 +20,7 @@ MOST = 0.2
 LONG_S = 0.02
 """Seconds of passes beside which no shard's own cost counts."""
 TIMES = 7
-"""How often a time is taken, the shortest of which counts, because other work on the machine only adds to it."""
+"""How often a time is taken; the shortest counts, because other work on the machine only adds to it."""
 ENOUGH_S = 0.5
 """Seconds after which it is not taken again."""
 
@@ -62,7 +62,7 @@ def measure_shard_cost(
 ) -> ShardCost | None:
     """Measure the shards of a job by some steps of a whole model, whose state changes.
 
-    `batch` returns a microbatch of so many rows. None if the passes take so long that nothing else counts.
+    `batch` returns a microbatch of the given number of rows. None if the passes take so long that nothing else counts.
     """
     batch_size, shards, microbatches = job.data.batch_size, job.data.shards, job.parallel.microbatches
     rows = batch_size // shards

@@ -62,7 +62,7 @@ class StateSize:
         return self.frozen + self.weights + self.gradients + int(share * rows)
 
     def of(self, job: Job, workers: int, *, apart: bool = False) -> int:
-        """Return the bytes on each of so many workers of the job, with its copy for checkpoints: see `needed`."""
+        """Return the bytes on each of `workers` workers of the job, with its copy for checkpoints: see `needed`."""
         parallel, offloaded = job.parallel, job.offload == "optimizer"
         state = self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
         return state if apart else state + self.saved // workers

@@ -187,7 +187,7 @@ def try_task(
     held_out: RowReader | None,
     rules: Mapping[str, bool] = NEW_RULES,
 ) -> Trial:
-    """Try a new task of that class, whole or in the layers of which a job in stages makes them.
+    """Try a new task of that class: the whole model, or its layers if the job has stages.
 
     `rules`: those of the run: see `Holding`.
 
@@ -414,7 +414,7 @@ def _one_by_one(
         try:
             stepped |= _optimizer_step(task, module, on_host=technique.offloads)
         except ValueError as error:
-            # Of the optimizers of single layers, those without any of the parameters that the task chooses are none.
+            # A layer may hold none of the parameters that the optimizer selects; it then has no optimizer.
             if "empty parameter list" not in str(error):
                 raise
             empty = error

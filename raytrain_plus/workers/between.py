@@ -18,7 +18,7 @@ from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 
 def finish(prepared: Prepared, control: Control, squares: Mapping[str, float]) -> Outcome:
-    """Apply the step of which it has all sums, because others of its generation have: see `TrainState.finish`."""
+    """Apply the step whose sums it has, because others have applied it: see `TrainState.finish`."""
     state = prepared.own.state
     control.set_limit(prepared.plan.job.elastic.hang_timeout_s)
     control.enter("applying")

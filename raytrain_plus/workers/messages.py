@@ -218,7 +218,7 @@ class Assignment:
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
     owners: tuple[Pieces, ...] = ()
-    """If the optimizer's state is sharded, the rows of which each member of its ring holds it, by rank."""
+    """If the optimizer's state is sharded: the rows that each member of its ring holds, by rank."""
     incomplete: bool = False
     """Whether some member may lack weights that others have changed in the step before the first."""
     history: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
@@ -239,9 +239,9 @@ class Outcome:
     ready: int | None = None
     """The step after `holds`, if the worker has all sums of that step and has not applied them."""
     copy: int | None = None
-    """The newest step of that generation of which it has a copy of that stage."""
+    """The newest step of that generation for which it has a copy of that stage."""
     owned: Pieces | None = None
-    """If the optimizer's state is sharded, the rows of which it has it."""
+    """If the optimizer's state is sharded: the rows that it holds."""
     complete: bool = True
     """Whether it has the weights of all other rows too."""
     squares: Mapping[str, float] = field(default_factory=dict)

@@ -212,7 +212,7 @@ class Pool:
         self.call(name, method, *arguments).future().add_done_callback(told)
 
     def begin(self, name: str, method: str, *arguments: Any) -> Callable[[float], Any]:
-        """Start a worker's method and return a function that waits for its answer, up to so many seconds.
+        """Start a worker's method and return a function that waits for its answer, up to the given seconds.
 
         That function raises like `answer`. Raises `WorkerLost` if the worker is gone.
         """

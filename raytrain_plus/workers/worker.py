@@ -144,7 +144,7 @@ class Worker:
         self._do(lambda: between.keep(prepared, controller, share))
 
     def finish(self, generation: int, squares: Mapping[str, float]) -> Outcome:
-        """Apply the step of which it has all sums, because others of its generation have: see `TrainState.finish`."""
+        """Apply the step whose sums it has, because others have applied it: see `TrainState.finish`."""
         prepared = self._prepared
         try:
             return self._do(lambda: between.finish(prepared, self._control, squares))

@@ -85,14 +85,14 @@ class WorkerActor:
 
 
 def _last(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function on this thread, which gets the time that others leave: what it begins with, it keeps."""
+    """Call a function on this thread, whose priority falls to the lowest and cannot rise again."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     function(*arguments)
 
 
 def _threads_of_a_worker(cpus: float) -> dict[str, str]:
-    """Return the variable by which Ray limits the threads of NumPy and others in a worker with so many CPUs.
+    """Return the variable by which Ray limits the threads of NumPy and others in a worker with `cpus` CPUs.
 
     In a standby, Ray sets it in each call to 1. In a process that was started with it, Ray leaves it alone.
     """

@@ -92,7 +92,7 @@ class Exporter:
         return self._written_bytes, self._all_bytes
 
     def export(self, holders: tuple[Donor, ...], step: int) -> None:
-        """Export the model after `step`, of which each of the `holders` has that stage; return at once.
+        """Export the model after `step`, whose stages the `holders` have; return at once.
 
         An earlier export is cancelled.
         """

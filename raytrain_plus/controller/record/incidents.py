@@ -101,7 +101,7 @@ class Incidents:
         self._recomputed += recomputed
 
     def forgot(self, steps: int) -> None:
-        """Record that so many committed steps are lost, and will be recomputed."""
+        """Record that `steps` committed steps are lost, and will be recomputed."""
         self._lost += steps
 
     def joined(self, now: float, members: Members, form_s: float) -> None:

@@ -76,7 +76,7 @@ class Totals:
         self._first_sample = 0
 
     def back_to(self, step: int, samples: int, made: int) -> None:
-        """Continue after `step` and so many rows, though steps up to `made` had been committed."""
+        """Continue after `step` and `samples` rows, though steps up to `made` had been committed."""
         if self.first_time is None or step < self._first_step:
             self._first_step, self._first_sample = step + 1, samples
         self.steps, self.samples = step + 1, samples

@@ -16,7 +16,7 @@ class Source:
 
     worker: str
     stage: Stage
-    """The stage that it holds, or of which it keeps a copy."""
+    """The stage that it holds or keeps a copy of."""
     layers: tuple[str, ...] | None
     """Those of its layers that are wanted, and `state.stages.REST`; None for all that it has."""
     rows: tuple[Piece, ...] | None = None

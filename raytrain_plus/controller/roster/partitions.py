@@ -168,7 +168,7 @@ class Partitions:
     def _laid(
         self, stages: int, ranks: int, living: Collection[str], partition: tuple[Chunks, ...] = ()
     ) -> tuple[Chunks, ...] | Misfit:
-        """Return the layers of each of so many stages, whose slices so many workers share, or why they do not fit.
+        """Return the layers of each of the stages, whose slices several workers share, or why they do not fit.
 
         `partition`: the one to use, if it is known.
         """

@@ -112,7 +112,7 @@ def begin_again(folder: Path, progress: Progress) -> Progress:
 
 
 def group_rows_of(size: float, least: int = LEAST_ROWS) -> int:
-    """Return the rows of a row group, for rows of so many bytes: a power of two, but within bounds."""
+    """Return the rows of a row group, for rows of `size` bytes: a power of two, but within bounds."""
     rows = int(2.0 ** round(math.log2(GROUP_BYTES / max(1.0, size))))
     return min(MOST_ROWS, max(least, rows))
 
@@ -188,7 +188,7 @@ class ConvertedParts:
         save_progress(self._folder, self.progress)
 
     def _take(self, rows: int) -> Iterator[pa.Table]:
-        """Yield so many of the pending rows; `_last` says where the next ones begin."""
+        """Yield the first `rows` pending rows; `_last` says where the next ones begin."""
         self._have -= rows
         while rows:
             table, file, begin, skip = self._pending.pop(0)

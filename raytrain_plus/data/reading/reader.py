@@ -72,7 +72,7 @@ def from_stream(number: int, *, delivered: int, ended: bool, silent_at: int) -> 
 
 
 def lags(waited_s: float, passed_s: float) -> bool:
-    """Return whether steps that took so many seconds waited for rows, and so long that a stream is worth its start."""
+    """Return whether steps waited for rows long enough for a stream to be worth its start."""
     return passed_s >= LAG_S and waited_s > WAITED * passed_s
 
 

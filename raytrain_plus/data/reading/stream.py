@@ -94,7 +94,7 @@ def _numbered(rows: RowReader, group: tuple[Read, ...], whole_units: bool) -> It
             # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
             continue
         if is_bare(table):
-            # Nor does it get a read of which no row can be used: Ray Data wants the same columns in all blocks.
+            # Nor does it get a read without usable rows: Ray Data wants the same columns in all blocks.
             continue
         yield table.append_column(_NUMBER, column_of(np.full(table.num_rows, read.number, dtype=np.int64)))
 

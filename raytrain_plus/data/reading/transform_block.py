@@ -72,7 +72,7 @@ class RowReader:
         return self.transform is None and not self.before and not self.after
 
     def fit(self, cache_mb: int) -> bool:
-        """Return whether a worker may keep all rows in so many megabytes of memory."""
+        """Return whether a worker may keep all rows in `cache_mb` megabytes of memory."""
         return self.as_read and sum(self.index.unit_bytes) + 8 * self.index.rows <= cache_mb << 20
 
     def read(self, row_range: RowRange) -> pa.Table:

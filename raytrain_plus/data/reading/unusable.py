@@ -46,7 +46,7 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """Rows of which some cannot be used."""
+    """Rows, some of them unusable."""
 
     rows: pa.Table
     """The others, without ids."""
@@ -104,7 +104,7 @@ def usable(rows: pa.Table) -> pa.Table:
 
 
 def picked(rows: pa.Table, places: Places) -> pa.Table:
-    """Return the rows at these places, of which most follow each other.
+    """Return the rows at these places, most of which follow each other.
 
     Slices, because `take` and `filter` may give other rows (see `columns.selectable`), and slices need no copy.
     """
@@ -126,7 +126,7 @@ def joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _with_columns(bare: pa.Table, known: pa.Table) -> pa.Table:
-    """Return rows of which none can be used with the columns of a table that has rows."""
+    """Return rows, none of them usable, with the columns of a table that has rows."""
     repeated = picked(known, np.zeros(bare.num_rows, np.int64))
     for name in bare.column_names:
         repeated = repeated.set_column(repeated.schema.get_field_index(name), name, bare.column(name))

@@ -39,7 +39,7 @@ def explicit(columns: Columns | None) -> Collection[str]:
 
 
 def narrowed(schema: pa.Schema, kept: Collection[str] = ()) -> pa.Schema:
-    """Return the same columns with fractions in float32, of which models are, but for those that are `kept`."""
+    """Return the same columns with fractions in float32, as models have them, but for those that are `kept`."""
     return pa.schema([one if one.name in kept else one.with_type(_narrowed(one.type)) for one in schema])
 
 

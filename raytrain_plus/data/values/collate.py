@@ -161,7 +161,7 @@ def _padded(table: pa.Table, name: str) -> tuple[torch.Tensor, np.ndarray[Any, A
     """Return a column of lists as one tensor, and the lengths of the lists."""
     values, lengths = _flat(table, name)
     if values.dtype == torch.uint64:
-        raise TypeError(f"column '{name}' holds uint64, of which PyTorch cannot fill up lists: write it as int64")
+        raise TypeError(f"column '{name}' holds uint64, which PyTorch cannot pad: write it as int64")
     if values.dtype in (torch.uint16, torch.uint32) or (name in IGNORED and values.dtype in (torch.bool, torch.uint8)):
         values = values.to(torch.int64)
     shape = (len(lengths), int(lengths.max(initial=0)), *values.shape[1:])

@@ -87,7 +87,7 @@ class SideProcess:
         return self._process.wait()
 
     def close(self, write_s: float, exit_s: float) -> bool:
-        """Write the rest of its input for so many seconds, then wait for its exit; return whether it has exited."""
+        """Write the rest of its input for `write_s` seconds, then wait for its exit; return whether it has exited."""
         deadline = time.monotonic() + write_s
         while (pipe := self._pipe) is not None and (left := deadline - time.monotonic()) > 0:
             room = select.poll()

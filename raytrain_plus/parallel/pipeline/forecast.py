@@ -47,7 +47,7 @@ def forecast(
     microbatches: int,
     first_layers: Sequence[str] | None = None,
 ) -> Forecast:
-    """Return the forecast for a model replica of so many stages and microbatches.
+    """Return the forecast for a model replica with these stages and microbatches.
 
     `first_layers`: those of all chunks, if the job gives them. Assumes that a backward pass takes two thirds of a
     layer's time, half of that for its weights, and that transfers take no time.

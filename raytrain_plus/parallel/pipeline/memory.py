@@ -17,7 +17,7 @@ MOMENTS_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Why no partition into so many stages fits."""
+    """Why no partition into that number of stages fits."""
 
     stages: int
     stage: int

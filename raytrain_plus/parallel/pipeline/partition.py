@@ -40,7 +40,7 @@ class Layer:
 
     @property
     def own_parameters(self) -> int:
-        """Number of its trained values, of which a tied parameter counts in one layer only: for people."""
+        """Number of its trained values, for people; a tied parameter counts in one layer only."""
         return self.parameters - self.copied
 
 

@@ -123,7 +123,7 @@ _HOSTED = "hosted_slices"
 
 
 def _kept(outputs: torch.Tensor, link: Link, count: int) -> torch.Tensor:
-    """Return the outputs of so many hosted slices, with what `hosted_by` returns for them."""
+    """Return the outputs of `count` hosted slices, with what `hosted_by` returns for them."""
     size = outputs.shape[-1] // count
     first = link.rank * outputs.shape[-1]
     starts = tuple(first + number * size for number in range(count))

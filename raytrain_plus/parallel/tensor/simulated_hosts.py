@@ -26,7 +26,7 @@ class Hosts:
     """
 
     def __init__(self, count: int) -> None:
-        """Prepare so many hosts, a power of two."""
+        """Prepare `count` hosts, a power of two."""
         self._count = count
         self._turn = threading.Lock()
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor | None]] = {}

@@ -236,7 +236,7 @@ def _keep(part: Leaf, kind: str, value: torch.Tensor | None, cut: Cut, number: i
 
 
 def _check_divides(name: str, module: nn.Linear | nn.Embedding | nn.Module, cut: Cut, slices: int) -> None:
-    """Raise `TaskError` if a module cannot be cut into so many slices."""
+    """Raise `TaskError` if a module cannot be cut into `slices` slices."""
     if isinstance(module, nn.Embedding):
         what, count = "rows", module.num_embeddings
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:

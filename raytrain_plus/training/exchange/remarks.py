@@ -59,7 +59,7 @@ def row_skipped(skipped: SkippedRow) -> Remark:
 
 
 def too_small(values: int, step: int) -> Remark:
-    """Return that so many gradient values of a step were lost on a wire of 16 bits."""
+    """Return that `values` gradient values of a step were lost on a wire of 16 bits."""
     return Remark(
         "flushed",
         f"{values:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "

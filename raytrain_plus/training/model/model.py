@@ -396,7 +396,7 @@ def _children(module: nn.Module, in_one: bool = False) -> dict[str, nn.Module]:
         )
     for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         raise TaskError(
-            f"'{name}' is a tensor of the model itself, which has slices of its modules' weights only",
+            f"'{name}' belongs to the top-level module; parallel.tensor needs every tensor in a submodule",
             where="parallel.tensor",
             expected="a model() all of whose parameters and buffers belong to modules, or layers()",
         )

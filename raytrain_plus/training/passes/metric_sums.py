@@ -48,7 +48,7 @@ class MetricSums:
         self.skipped.setdefault(shard, 0)
 
     def add(self, shard: int, rows: int, means: Means) -> None:
-        """Add the means of a batch of so many rows; of weight 0, it has only names.
+        """Add the means of a batch of `rows` rows; a batch of weight 0 has only names.
 
         Raises `TrainingError` if they have other names than those of other batches.
         """

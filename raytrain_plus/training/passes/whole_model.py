@@ -189,6 +189,6 @@ class WholePasses(Passes):
 
 
 def _reports_of(shards: Shards) -> dict[int, ShardReport]:
-    """Return the reports of shards of which rows are left out, before any forward pass."""
+    """Return the reports of shards without the rows that are left out, before any forward pass."""
     skipped = {shard: sum(len(one.skipped) for one in found) for shard, found in shards.items()}
     return {shard: ShardReport(shards[shard][0].start, skipped=count) for shard, count in skipped.items() if count}

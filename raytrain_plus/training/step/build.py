@@ -42,7 +42,7 @@ from raytrain_plus.training.weights.step_options import technique_of
 
 
 def task_of(job: Job, cls: type[Task], steps: int) -> Task:
-    """Return an instance of the task for a run of so many steps. Raises the errors of `build_task`."""
+    """Return an instance of the task for a run of `steps` steps. Raises the errors of `build_task`."""
     task = build_task(cls, job.args, run_facts(job, steps))
     set_collate(task, job.data.collate)
     return task

@@ -284,7 +284,7 @@ class _Training:
     def left(self, why: Ended) -> Ended:
         """Return why the training ends, once nobody needs this member's part of the last sums any more."""
         if self.switch.used:
-            # Of NCCL, a member has what it sums before the others may have it, and aborts what they wait for.
+            # With NCCL a member can finish first; leaving then would abort sums that its peers still wait for.
             self.context.reduce(torch.zeros(1, dtype=torch.int64), LEFT, "the others to have their sums")
         return why
 
@@ -378,7 +378,7 @@ def _records(
     *,
     drawn: bool,
 ) -> list[StepRecord]:
-    """Return the records of steps that were made together in so many seconds; `drawn`: with their `bars`.
+    """Return the records of steps that were made together in `seconds`; `drawn`: with their `bars`.
 
     `remarks`: those on the data of each step.
     """

@@ -199,7 +199,7 @@ class TrainState:
         buffers: bool = True,
         loss_scale: LossScale | None = None,
     ) -> None:
-        """Clear the sums for a step over a world of so many members; nothing changes that is committed.
+        """Clear the sums for a step over a world of `size` members; nothing changes that is committed.
 
         `scales`: the grids of exact sums. `buffers`: whether any may change.
         """

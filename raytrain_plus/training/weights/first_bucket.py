@@ -23,7 +23,7 @@ from raytrain_plus.training.exchange.step_metrics import OwnMetrics, Table
 from raytrain_plus.training.weights.buffers import Buffers
 
 MOST_BYTES = 64 << 10
-"""Buffers travel with the bucket if those of all members take at most so many bytes there."""
+"""Buffers travel with the bucket if those of all members take at most this many bytes there."""
 _DIGIT_BITS = {torch.float64: 32, torch.float32: 16}
 
 
@@ -137,7 +137,7 @@ class Rider:
 
 
 def digits(words: int, dtype: torch.dtype) -> int:
-    """Return how many numbers of a floating-point type carry so many words of 64 bits."""
+    """Return how many numbers of a floating-point type carry `words` words of 64 bits."""
     return words * 64 // _DIGIT_BITS[dtype]
 
 

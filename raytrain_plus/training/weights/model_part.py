@@ -40,7 +40,7 @@ class ModelPart:
     keys: LayerKeys
     technique: Technique
     masters: Mapping[str, nn.Parameter]
-    """The float32 weights of which parameters are copies, by name; see `masters`. Without values if gathered."""
+    """The float32 weights that parameters are copies of, by name; see `masters`. Without values if gathered."""
     in_evaluation: Sequence[nn.Module]
     """The modules that were built in evaluation mode, and stay in it."""
     added: AddedState
@@ -185,12 +185,12 @@ def _make_part(
 
 
 def header_rider(shards: int) -> Rider:
-    """Return how many numbers the header of a step of so many shards needs."""
+    """Return how many numbers the header of a step of `shards` shards needs."""
     return lambda dtype: digits(header.size(shards), dtype)
 
 
 def wires(make_wire: MakeWire, exact_shards: int | None) -> MakeWire:
-    """Return how gradients travel: `make_wire`, unless the sums over so many shards are to be exact."""
+    """Return how gradients travel: `make_wire`, unless the sums over `exact_shards` shards are to be exact."""
     return make_wire if exact_shards is None else partial(Exact, shards=exact_shards)
 
 

@@ -108,7 +108,7 @@ def _divided(
         for name in part:
             if not _same(whole[name][: len(found[name])] if found[name].dim() else whole[name], found[name]):
                 raise TaskError(
-                    f"the optimizer changes '{name}' otherwise if another worker changes other weights",
+                    f"the optimizer's update of '{name}' depends on other parameters, so its state cannot be sharded",
                     where="parallel.sharded",
                     expected="an optimizer that treats each weight by itself, without random numbers",
                     remedy="use another optimizer, such as torch.optim.AdamW, or sharded: none",
@@ -133,7 +133,7 @@ def _few(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _cut(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return a weight's rows in three parts, as far as it has so many."""
+    """Return a weight's rows in up to three parts."""
     if not value.dim() or len(value) < 2:
         return [value]
     first, second = max(1, len(value) // 3), max(2, len(value) // 2)

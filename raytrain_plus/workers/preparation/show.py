@@ -38,7 +38,7 @@ def show_model(prepared: Prepared, step: int, *, in_use: bool) -> str | None:
 
 
 def _show_whole(prepared: Prepared) -> str | None:
-    """Return what the task shows of a model of which this worker holds a part: it is loaded from the run's folder."""
+    """Return what the task shows of the model, loaded from the run's folder: this worker has only a part of it."""
     task, run = prepared.task, prepared.run_folder()
     try:
         local = run.path_of(MODEL)

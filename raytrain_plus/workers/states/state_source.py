@@ -35,7 +35,7 @@ from raytrain_plus.workers.states.state_receiver import LOOK_S
 
 
 class StateSource:
-    """Gives the state that this worker holds, and those of which it keeps copies."""
+    """Gives the state that this worker holds, and those that it keeps copies of."""
 
     def __init__(self, worker: str, own: OwnState, copier: Copier) -> None:
         self._worker = worker
@@ -77,7 +77,7 @@ class StateSource:
     ) -> Snapshot:
         """Return the copy that this worker keeps of that stage's state after `step`, or of some of its layers.
 
-        `layers`, `rows`: see `snapshot`. The layers of which rows are wanted are given whole.
+        `layers`, `rows`: see `snapshot`. A layer is given whole if any of its rows are wanted.
         """
         copy = self._copier.find(step, stage)
         if copy is None:
@@ -86,7 +86,7 @@ class StateSource:
         return copy if wanted is None else part_of(copy, wanted.__contains__)
 
     def wait_until_given(self, generation: int, times: int, check: Callable[[], None]) -> None:
-        """Wait until others were given so many states to begin that generation with; `check` may raise meanwhile."""
+        """Wait until others were given `times` states to begin that generation with; `check` may raise meanwhile."""
         while self._given[generation] < times:
             check()
             time.sleep(LOOK_S)

@@ -329,7 +329,7 @@ def test_a_model_without_layers_has_its_tensors_in_modules() -> None:
             made.scale = nn.Parameter(torch.ones(1))
             return made
 
-    with pytest.raises(TaskError, match="'scale' is a tensor of the model itself"):
+    with pytest.raises(TaskError, match="'scale' belongs to the top-level module"):
         checked(Loose())
 
 

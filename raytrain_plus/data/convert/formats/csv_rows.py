@@ -184,7 +184,7 @@ def _typed(table: pa.Table, schema: pa.Schema, file: Path) -> pa.Table:
 
 @contextmanager
 def _opened(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, list[str], Iterator[pa.RecordBatch]]]:
-    """Open a file; yield it, the names of its columns, and its rows as text, in blocks of so many bytes.
+    """Open a file; yield it, the names of its columns, and its rows as text, in blocks of `size` bytes.
 
     Raises `_LongRow` if a block holds no whole row, and `DataError` if the file cannot be read.
     """
@@ -213,7 +213,7 @@ def _stream(file: Path, size: int) -> Iterator[tuple[pa.NativeFile, _FewAhead]]:
 
 
 class _FewAhead:
-    """A stream of which few blocks are read before their rows are taken; Arrow would read 32 of any size."""
+    """A stream that reads few blocks before their rows are taken; Arrow would read 32 of any size."""
 
     closed = False
 
