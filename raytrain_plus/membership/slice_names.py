@@ -1,6 +1,6 @@
 """Name the parts of a layer that is cut into slices. Pure.
 
-Each slice of a layer is a unit with a name of its own, as a layer is: `block0@2` is slice 2 of `block0`. What is not
+Each slice of a layer has a name of its own, as a layer has: `block0@2` is slice 2 of `block0`. What is not
 cut, a norm say, keeps the layer's name, and every worker of the layer's stage has it.
 """
 
@@ -10,7 +10,7 @@ MARK = "@"
 """Stands between a layer's name and the number of a slice; no layer has it in its name."""
 
 
-def unit_of(layer: str, number: int) -> str:
+def slice_name(layer: str, number: int) -> str:
     """Return the name of a slice of a layer.
 
     >>> unit_of("block0", 2), layer_of_unit("block0@2"), layer_of_unit("block0")
@@ -19,12 +19,12 @@ def unit_of(layer: str, number: int) -> str:
     return f"{layer}{MARK}{number}"
 
 
-def layer_of_unit(name: str) -> str:
-    """Return the layer to which a unit belongs; a layer's name stands for what is not cut of it."""
+def layer_of(name: str) -> str:
+    """Return the layer to which a slice belongs; a layer's name stands for what is not cut of it."""
     return name.partition(MARK)[0]
 
 
-def number_of_unit(name: str) -> int:
+def slice_number(name: str) -> int:
     """Return the number of a slice.
 
     >>> number_of_unit("block0@2")
@@ -40,7 +40,7 @@ def whole_weight(name: str) -> str:
     ('block0.qkv.weight', 'head.bias', 'weight')
     """
     layer, dot, rest = name.partition(".")
-    return f"{layer_of_unit(layer)}{dot}{rest}"
+    return f"{layer_of(layer)}{dot}{rest}"
 
 
 def slice_of_weight(name: str, number: int) -> str:
@@ -50,9 +50,9 @@ def slice_of_weight(name: str, number: int) -> str:
     'block0@2.qkv.weight'
     """
     layer, dot, rest = name.partition(".")
-    return f"{unit_of(layer, number)}{dot}{rest}"
+    return f"{slice_name(layer, number)}{dot}{rest}"
 
 
 def is_slice(name: str) -> bool:
-    """Return whether a unit is a slice."""
+    """Return whether the name is that of a slice."""
     return MARK in name

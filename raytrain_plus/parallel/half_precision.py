@@ -7,11 +7,11 @@ exchange and gather bytes, and add in float32 (float64 if the gradients are) in 
     sum         over the members, in the order of ranks; rounded to 16 bits
     gather      each member gets every part; all have the same bits, also the member that made them
 
-That is what a ring all-reduce sends, at half the bytes. Each part brings its unit along, the power of two that makes
-its largest value nearly 2^15: float16 ends at 65504, and a step's weights and the loss can have any magnitude. The unit
-depends on nothing but the values, so a member that has just joined sends as the others do.
+That is what a ring all-reduce sends, at half the bytes. Each part brings its scale along, the power of two that makes
+its largest value nearly 2^15: float16 ends at 65504, and a step's weights and the loss can have any magnitude. The
+scale depends on nothing but the values, so a member that has just joined sends as the others do.
 
-    part    unit | values sent as zero | a byte for each parameter: does it have a gradient? | padding | values
+    part    scale | values sent as zero | a byte for each parameter: does it have a gradient? | padding | values
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from raytrain_plus.torch_compat import write_count
 HALVES = (torch.float16, torch.bfloat16)
 Summed = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _TOP = 2.0**15
-"""The largest value of a part in its unit lies below this and is at least half of it."""
+"""The largest value of a part in its scale lies below this and is at least half of it."""
 _SMALLEST = {torch.float32: 2.0**-110, torch.float64: 2.0**-900}
-"""The smallest unit, by the dtype of the addition; its inverse must be finite."""
+"""The smallest scale, by the dtype of the addition; its inverse must be finite."""
 _CARRIED = (*HALVES, torch.float32, torch.float64, torch.complex64)
 """The dtypes of gradients that can be summed over workers, of parameters that a checkpoint can hold."""
 
@@ -208,7 +208,7 @@ class _Parts:
     """Some parts of a bucket as bytes, one a row, and views of their fields; see the module docstring."""
 
     bytes: torch.Tensor
-    unit: torch.Tensor
+    scale: torch.Tensor
     flushed: torch.Tensor
     given: torch.Tensor
     halves: torch.Tensor
@@ -222,7 +222,7 @@ class _Parts:
         rows = torch.zeros(count, size, dtype=torch.uint8, device=device)
         return cls(
             bytes=rows,
-            unit=rows[:, :8].view(torch.float64),
+            scale=rows[:, :8].view(torch.float64),
             flushed=rows[:, 8:16].view(torch.int64),
             given=rows[:, 16 : 16 + parameters],
             halves=rows[:, start : start + 2 * length].view(dtype),
@@ -230,23 +230,23 @@ class _Parts:
 
     def put(self, values: torch.Tensor, given: torch.Tensor, flushed: torch.Tensor | int) -> None:
         """Write values, one row a part; `flushed`: how many of their summands were sent as zero."""
-        unit = _unit(values)
-        self.unit.copy_(unit)
-        self.halves.copy_(values / unit)
+        scale = _scale(values)
+        self.scale.copy_(scale)
+        self.halves.copy_(values / scale)
         self.given.copy_(given)
         lost = (self.halves.eq(0) & values.ne(0)).sum(1, keepdim=True)
         self.flushed.copy_(lost + flushed)
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values, one row a part."""
-        return self.halves.to(dtype).mul_(self.unit.to(dtype))
+        return self.halves.to(dtype).mul_(self.scale.to(dtype))
 
 
-def _unit(values: torch.Tensor) -> torch.Tensor:
-    """Return each row's unit as a column: a power of two; 1 if all is zero, or something is not finite."""
+def _scale(values: torch.Tensor) -> torch.Tensor:
+    """Return each row's scale as a column: a power of two; 1 if all is zero, or something is not finite."""
     if not values.shape[1]:
         return values.new_ones(len(values), 1)
     largest = values.abs().amax(1, keepdim=True)
     mantissa, _ = torch.frexp(largest)
-    unit = (largest / _TOP / mantissa).clamp_(min=_SMALLEST[values.dtype])
-    return torch.where(largest.isfinite() & largest.ne(0), unit, torch.ones_like(unit))
+    scale = (largest / _TOP / mantissa).clamp_(min=_SMALLEST[values.dtype])
+    return torch.where(largest.isfinite() & largest.ne(0), scale, torch.ones_like(scale))

@@ -19,7 +19,7 @@ class HeldRows:
     """The rows of weights that a worker changes, and how many rows each weight has; see `rows`."""
 
     owned: Sequence[WeightRows]
-    units: Mapping[str, int]
+    row_counts: Mapping[str, int]
 
     @cached_property
     def by_weight(self) -> Mapping[str, Sequence[WeightRows]]:
@@ -89,25 +89,25 @@ def held_tensors(tensors: Mapping[str, torch.Tensor], held: HeldRows | None) -> 
     return [found for name, value in tensors.items() for found in _held(name, value, held)]
 
 
-def of_weights(tensor: str, units: Mapping[str, int]) -> bool:
+def of_weights(tensor: str, row_counts: Mapping[str, int]) -> bool:
     """Return whether a tensor of the state belongs to one of these weights."""
     rows = whole_name(tensor)[1]
-    return rows is not None and rows.weight in units
+    return rows is not None and rows.weight in row_counts
 
 
 def _held(name: str, value: torch.Tensor, held: HeldRows | None) -> Iterator[HeldTensor]:
     count = (len(value) if value.dim() else 1) or 1
     whole, rows = whole_name(name)
-    if held is None or rows is None or rows.weight not in held.units:
+    if held is None or rows is None or rows.weight not in held.row_counts:
         yield HeldTensor(name, value, 0, count, count)
         return
-    units = held.units[rows.weight]
-    first, last = (0, units) if rows.last is None else (rows.first, rows.last)
-    if not value.dim() or units == 1:
+    row_counts = held.row_counts[rows.weight]
+    first, last = (0, row_counts) if rows.last is None else (rows.first, rows.last)
+    if not value.dim() or row_counts == 1:
         if first == 0 and any(one.first == 0 for one in held.of(rows.weight)):
             yield HeldTensor(whole, value, 0, count, count)
         return
     for one in held.of(rows.weight):
-        low, high = max(first, one.first), min(last, units if one.last is None else one.last)
+        low, high = max(first, one.first), min(last, row_counts if one.last is None else one.last)
         if low < high:
-            yield HeldTensor(whole, value[low - first : high - first], low, high, units)
+            yield HeldTensor(whole, value[low - first : high - first], low, high, row_counts)

@@ -55,7 +55,7 @@ class HostMemory:
         rows: list[HeldTensor] = []
         tensors = described
         if written is not None:
-            tensors = {name: value for name, value in described.items() if not of_weights(name, written.units)}
+            tensors = {name: value for name, value in described.items() if not of_weights(name, written.row_counts)}
             rows = held_tensors({name: described[name] for name in described if name not in tensors}, written)
             tree = {**tree, "optimizer": first_rows(tree["optimizer"], written.owned)}
         shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}

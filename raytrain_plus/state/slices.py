@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.membership.slice_names import number_of_unit, whole_weight
+from raytrain_plus.membership.slice_names import slice_number, whole_weight
 from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.weight_rows import Packed
 
@@ -128,4 +128,4 @@ def _whole(name: str, slices: Sequence[StateTensor]) -> StateTensor:
 
 def _number(name: str) -> int:
     """Return the number of a slice."""
-    return number_of_unit(name.partition("/")[2].partition(".")[0])
+    return slice_number(name.partition("/")[2].partition(".")[0])

@@ -56,23 +56,23 @@ def take_rows(
     holding: Holding,
     wanted: Wanted,
     pieces: Pieces,
-    units: Mapping[str, int],
+    row_counts: Mapping[str, int],
     masters: Collection[str],
     *,
     with_values: bool = False,
 ) -> Snapshot:
     """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
 
-    `units`, `masters`: see `weight_rows.assemble`. `with_values`: with the values of the rows by themselves, which may
-    be newer than those in the weights of other workers.
+    `row_counts`, `masters`: see `weight_rows.assemble`. `with_values`: with the values of the rows by themselves, which
+    may be newer than those in the weights of other workers.
     """
     everything_here = undigested(step, holding, everything)
     tree = json.loads(everything_here.values)
-    tensors, optimizer = weight_rows.restrict(everything_here.tensors, tree, pieces, units, masters)
+    tensors, optimizer = weight_rows.restrict(everything_here.tensors, tree, pieces, row_counts, masters)
     same = own_tensors(everything_here.tensors, wanted)
     tensors = {name: packed for name, packed in same.items() if not weight_rows.is_sharded(name, masters)} | tensors
     if with_values:
-        tensors |= weight_rows.values_of(everything_here.tensors, pieces, units, masters)
+        tensors |= weight_rows.values_of(everything_here.tensors, pieces, row_counts, masters)
     return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
 
 
@@ -119,25 +119,25 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
 def with_rows(
     parts: Sequence[Snapshot],
     parameters: Sequence[str],
-    units: Mapping[str, int],
+    row_counts: Mapping[str, int],
     masters: Collection[str],
     others: Collection[str] = (),
 ) -> Snapshot:
     """Return a state with these rows, without the layers `others`, out of parts that together have it.
 
-    `units`, `masters`: see `weight_rows.assemble`. What is the same on all workers comes from the first part that
+    `row_counts`, `masters`: see `weight_rows.assemble`. What is the same on all workers comes from the first part that
     has it.
     """
     trees = [json.loads(part.values) for part in parts]
     tensors, optimizer = weight_rows.assemble(
-        [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, units, masters
+        [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, row_counts, masters
     )
     alike: dict[str, Packed] = {}
     for part in parts:
         for name, packed in part.tensors.items():
             if not weight_rows.is_sharded(name, masters):
                 alike.setdefault(name, packed)
-    same = weight_rows.put_values(own_tensors(alike, all_but(others)), units)
+    same = weight_rows.put_values(own_tensors(alike, all_but(others)), row_counts)
     tree = own_tree(whole_tree(trees), all_but(others)) | optimizer
     return Snapshot(parts[0].step, same | tensors, json.dumps(tree).encode(), "")
 

@@ -66,17 +66,19 @@ def weight_of(parameter: str) -> str:
     return parse_rows(parameter).weight
 
 
-def piece_of(rows: WeightRows, units: int) -> Piece:
-    """Return the piece of these rows of a weight that has `units` rows."""
-    return Piece(OF_ROWS + rows.weight, rows.first, units if rows.last is None else rows.last)
+def piece_of(rows: WeightRows, row_counts: int) -> Piece:
+    """Return the piece of these rows of a weight that has `row_counts` rows."""
+    return Piece(OF_ROWS + rows.weight, rows.first, row_counts if rows.last is None else rows.last)
 
 
-def rows_of(pieces: Pieces, units: Mapping[str, int]) -> list[WeightRows]:
-    """Return the rows of weights in a set of pieces; `units`: how many rows each weight has."""
+def rows_of(pieces: Pieces, row_counts: Mapping[str, int]) -> list[WeightRows]:
+    """Return the rows of weights in a set of pieces; `row_counts`: how many rows each weight has."""
     found = []
     for name, first, last in pieces:
         weight = name.removeprefix(OF_ROWS)
-        found.append(WeightRows(weight) if (first, last) == (0, units[weight]) else WeightRows(weight, first, last))
+        found.append(
+            WeightRows(weight) if (first, last) == (0, row_counts[weight]) else WeightRows(weight, first, last)
+        )
     return found
 
 
@@ -121,24 +123,24 @@ def restrict(
     tensors: Mapping[str, Packed],
     tree: Tree,
     wanted: Pieces,
-    units: Mapping[str, int],
+    row_counts: Mapping[str, int],
     masters: Collection[str] = (),
 ) -> tuple[dict[str, Packed], Tree]:
     """Return what belongs to the wanted rows, out of a state that has them all, and nothing else: see `assemble`."""
-    return assemble([(tensors, tree)], [rows.name for rows in rows_of(wanted, units)], units, masters)
+    return assemble([(tensors, tree)], [rows.name for rows in rows_of(wanted, row_counts)], row_counts, masters)
 
 
 def assemble(
     parts: Sequence[tuple[Mapping[str, Packed], Tree]],
     parameters: Iterable[str],
-    units: Mapping[str, int],
+    row_counts: Mapping[str, int],
     masters: Collection[str] = (),
 ) -> tuple[dict[str, Packed], Tree]:
     """Return the tensors and the optimizer's tree of these parameters, from parts that together have their rows.
 
-    `units`: how many rows each weight has; one if it cannot be divided. `masters`: the weights whose values are sharded
-    too; those of others are the same on all workers. What a weight does not have in any part, such as the state of an
-    optimizer that has made no step, it does not get.
+    `row_counts`: how many rows each weight has; one if it cannot be divided. `masters`: the weights whose values are
+    sharded too; those of others are the same on all workers. What a weight does not have in any part, such as the state
+    of an optimizer that has made no step, it does not get.
     Raises `ValueError` if some of a parameter's rows are missing.
     """
     tensors: dict[str, Packed] = {}
@@ -149,12 +151,12 @@ def assemble(
             offers.setdefault(offer.rows.weight, []).append(offer)
     for parameter in parameters:
         rows = parse_rows(parameter)
-        first, last = piece_of(rows, units[rows.weight])[1:]
-        taken = list(_taken(offers.get(rows.weight, ()), first, last, units[rows.weight]))
+        first, last = piece_of(rows, row_counts[rows.weight])[1:]
+        taken = list(_taken(offers.get(rows.weight, ()), first, last, row_counts[rows.weight]))
         if not taken:
             continue
         for kind, key in taken[0][0].tensors:
-            slices = [_cut(offer, kind, key, low, high, units[rows.weight]) for offer, low, high in taken]
+            slices = [_cut(offer, kind, key, low, high, row_counts[rows.weight]) for offer, low, high in taken]
             tensors[_named(kind, parameter, key)] = _concatenated(slices)
         values = taken[0][0].values
         if values is not None:
@@ -183,23 +185,27 @@ def _offers(tensors: Mapping[str, Packed], tree: Tree, masters: Collection[str])
         yield _Offer(parse_rows(parameter), found.get(parameter, {}), tree["optimizer"].get(parameter))
 
 
-def _taken(offers: Sequence[_Offer], first: int, last: int, units: int) -> Iterator[tuple[_Offer, int, int]]:
+def _taken(offers: Sequence[_Offer], first: int, last: int, row_counts: int) -> Iterator[tuple[_Offer, int, int]]:
     """Yield which rows [low, high) are taken from which offer, in order."""
     at = first
     while offers and at < last:
-        able = [offer for offer in offers if piece_of(offer.rows, units).first <= at < piece_of(offer.rows, units).last]
+        able = [
+            offer
+            for offer in offers
+            if piece_of(offer.rows, row_counts).first <= at < piece_of(offer.rows, row_counts).last
+        ]
         if not able:
             raise ValueError(f"nobody gives row {at} of {offers[0].rows.weight}")
-        best = max(able, key=lambda offer: piece_of(offer.rows, units).last)
-        end = min(last, piece_of(best.rows, units).last)
+        best = max(able, key=lambda offer: piece_of(offer.rows, row_counts).last)
+        end = min(last, piece_of(best.rows, row_counts).last)
         yield best, at, end
         at = end
 
 
-def _cut(offer: _Offer, kind: str, key: str, low: int, high: int, units: int) -> Packed:
+def _cut(offer: _Offer, kind: str, key: str, low: int, high: int, row_counts: int) -> Packed:
     """Return rows [low, high) of a tensor in an offer; a value without dimensions as it is."""
     dtype, shape, data = offer.tensors[kind, key]
-    first, last = piece_of(offer.rows, units)[1:]
+    first, last = piece_of(offer.rows, row_counts)[1:]
     if not shape or (low, high) == (first, last):
         return dtype, shape, data
     row = data.nbytes // (last - first)
@@ -214,7 +220,7 @@ def _concatenated(parts: Sequence[Packed]) -> Packed:
 
 
 def values_of(
-    tensors: Mapping[str, Packed], wanted: Pieces, units: Mapping[str, int], masters: Collection[str] = ()
+    tensors: Mapping[str, Packed], wanted: Pieces, row_counts: Mapping[str, int], masters: Collection[str] = ()
 ) -> dict[str, Packed]:
     """Return the values of the wanted rows of weights that `tensors` has whole, each under a name of its own.
 
@@ -225,13 +231,13 @@ def values_of(
         weight = name.removeprefix(OF_ROWS)
         if weight not in masters and (packed := tensors.get(f"param/{weight}")) is not None:
             dtype, shape, data = packed
-            row = data.nbytes // max(1, units[weight])
-            shape = (last - first, *shape[1:]) if units[weight] > 1 else shape
+            row = data.nbytes // max(1, row_counts[weight])
+            shape = (last - first, *shape[1:]) if row_counts[weight] > 1 else shape
             found[f"param/{WeightRows(weight, first, last).name}"] = dtype, shape, data[first * row : last * row]
     return found
 
 
-def put_values(tensors: Mapping[str, Packed], units: Mapping[str, int]) -> dict[str, Packed]:
+def put_values(tensors: Mapping[str, Packed], row_counts: Mapping[str, int]) -> dict[str, Packed]:
     """Return the tensors with what `values_of` has returned in the weights that it belongs to."""
     found, own = dict(tensors), set[str]()
     for name in tensors:
@@ -243,7 +249,7 @@ def put_values(tensors: Mapping[str, Packed], units: Mapping[str, int]) -> dict[
             own.add(whole)
             data = data.copy()
             found[whole] = dtype, shape, data
-        row = data.nbytes // max(1, units[rows.weight])
+        row = data.nbytes // max(1, row_counts[rows.weight])
         data[rows.first * row : rows.last * row] = found.pop(name)[2]
     return found
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.slice_names import is_slice, layer_of_unit
+from raytrain_plus.membership.slice_names import is_slice, layer_of
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
@@ -123,7 +123,7 @@ def _of_children(module: nn.Module) -> dict[str, list[tuple[str, nn.Parameter]]]
     """Return the parameters of each of a model's modules, with their slices."""
     found: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, child in module.named_children():
-        found.setdefault(layer_of_unit(name), []).extend(child.named_parameters(prefix=name))
+        found.setdefault(layer_of(name), []).extend(child.named_parameters(prefix=name))
     return found
 
 

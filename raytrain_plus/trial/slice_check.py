@@ -25,7 +25,7 @@ from typing_extensions import override
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
-from raytrain_plus.membership.slice_names import layer_of_unit, number_of_unit, whole_weight
+from raytrain_plus.membership.slice_names import layer_of, slice_number, whole_weight
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.modules import part_of
@@ -372,9 +372,9 @@ def _differences(whole: Gradients, apart: Sequence[Gradients], module: nn.Module
     for own in apart:
         for name in dict.fromkeys([*own, *(one for one in whole if one.rpartition(".")[0] not in cuts)]):
             of_whole = whole_weight(name)
-            if (value := whole.get(of_whole)) is not None and layer_of_unit(name) != name:
+            if (value := whole.get(of_whole)) is not None and layer_of(name) != name:
                 kind, fused = cuts[of_whole.rpartition(".")[0]]
-                value = part_of(value, kind, fused, number_of_unit(name.partition(".")[0]), len(apart))
+                value = part_of(value, kind, fused, slice_number(name.partition(".")[0]), len(apart))
             other = own.get(name)
             either = value if value is not None else other
             assert either is not None, "one side has it"

@@ -14,7 +14,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
 from raytrain_plus.membership.mesh import Stage, hosted_slices
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.membership.slice_names import layer_of_unit, unit_of
+from raytrain_plus.membership.slice_names import layer_of, slice_name
 from raytrain_plus.parallel.pipeline.layout import Chunks, tied_groups
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.stages import REST, own_tree
@@ -109,13 +109,13 @@ class Layers:
         if self.slices == 1:
             return frozenset(layers)
         own = hosted_slices(self.slices, self.stage.rank, self.stage.ranks)
-        units = {
-            unit_of(layer, number)
+        slices = {
+            slice_name(layer, number)
             for layer in self.stages
             for number in range(self.slices)
             if layer in layers or number not in own
         }
-        return frozenset(layers | units)
+        return frozenset(layers | slices)
 
     def apart(self, tied: Mapping[str, str]) -> dict[int, list[str]]:
         """Return, by stage, its tied parameters that are tied to parameters of another stage.
@@ -124,7 +124,7 @@ class Layers:
         """
         found: dict[int, list[str]] = {}
         for names in tied_groups(tied):
-            places = {name: self.stages.get(layer_of_unit(name.partition(".")[0]), 0) for name in names}
+            places = {name: self.stages.get(layer_of(name.partition(".")[0]), 0) for name in names}
             for name in names if len(set(places.values())) > 1 else ():
                 found.setdefault(places[name], []).append(name)
         return {stage: sorted(names) for stage, names in sorted(found.items())}

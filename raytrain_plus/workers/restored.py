@@ -100,7 +100,7 @@ def _read(
     by_weight: dict[str, list[str]] = {}
     for name in names:
         rows = whole_name(name)[1]
-        if rows is not None and rows.weight in trained.units and is_sharded(name, trained.mastered):
+        if rows is not None and rows.weight in trained.row_counts and is_sharded(name, trained.mastered):
             by_weight.setdefault(rows.weight, []).append(name)
     divided = {name for own in by_weight.values() for name in own}
     found = read_tensors(run, manifest, dict.fromkeys(name for name in names if name not in divided))

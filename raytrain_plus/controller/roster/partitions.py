@@ -16,7 +16,7 @@ from raytrain_plus.membership.mesh import Stage, rank_counts, stages_of
 from raytrain_plus.membership.owners import layers_of
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
-from raytrain_plus.membership.slice_names import unit_of
+from raytrain_plus.membership.slice_names import slice_name
 from raytrain_plus.membership.view import View
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.pipeline.memory import Misfit, hosting_slices, partition_within_memory, sharing_optimizer
@@ -110,7 +110,7 @@ class Partitions:
             return Pieces.of([Piece(REST)])
         own = self.layers(stage)
         names = {layer.name for layer in layers} - own.others
-        slices = {unit for layer in layers for unit in self._slices_of(layer)} - own.others
+        slices = {name for layer in layers for name in self._slices_of(layer)} - own.others
         rest = [Piece(REST)] if any(layer.parameters for layer in layers if layer.name in names) else []
         return Pieces.of([*(Piece(name) for name in (*names, *slices)), *rest])
 
@@ -119,15 +119,15 @@ class Partitions:
         """The approximate bytes of the state of each layer, and of each slice of it; what is in none has none."""
         found = {REST: 0}
         for layer in self._layers():
-            units = self._slices_of(layer)
+            slices = self._slices_of(layer)
             found[layer.name] = layer.bytes - layer.sliced_bytes
-            found |= dict.fromkeys(units, layer.sliced_bytes // max(1, len(units)))
+            found |= dict.fromkeys(slices, layer.sliced_bytes // max(1, len(slices)))
         return found
 
     def _slices_of(self, layer: Layer) -> list[str]:
         """Return the names of a layer's tensor slices, if it is cut into any."""
         slices = self._job.parallel.tensor if layer.sliced_bytes else 0
-        return [unit_of(layer.name, number) for number in range(slices)]
+        return [slice_name(layer.name, number) for number in range(slices)]
 
     def parts(self, rows: Pieces) -> dict[Stage, Pieces]:
         """Return the pieces of the whole state and of each stage of each partition.

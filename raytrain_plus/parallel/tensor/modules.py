@@ -79,7 +79,7 @@ class Column(nn.Module):
     ) -> None:
         """Compute with `slices`, which have `weight` and `bias`."""
         super().__init__()
-        # In a tuple: they are modules of the unit to which they belong.
+        # In a tuple: they are modules of the slice to which they belong.
         self._slices = tuple(slices)
         self._meeting = meeting
         self.cut: tuple[SliceKind, int] = ("column", fused)

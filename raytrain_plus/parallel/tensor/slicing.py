@@ -10,7 +10,7 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import hosted_slices
-from raytrain_plus.membership.slice_names import is_slice, slice_of_weight, unit_of
+from raytrain_plus.membership.slice_names import is_slice, slice_name, slice_of_weight
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Row, SharedInput, Vocabulary, part_of
 from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
@@ -36,12 +36,12 @@ class Slicing:
 
 
 class CutLayers(nn.Sequential):
-    """Layers in sequence, with the hosted slices of their weights: units beside the layers, which use them."""
+    """Layers in sequence, with the hosted slices of their weights: modules beside the layers, which use them."""
 
-    def __init__(self, layers: Mapping[str, nn.Module], units: Mapping[str, nn.Module]) -> None:
-        """Hold these layers, and the units by name."""
+    def __init__(self, layers: Mapping[str, nn.Module], slices: Mapping[str, nn.Module]) -> None:
+        """Hold these layers, and the slices by name."""
         super().__init__()
-        for name, module in (*layers.items(), *units.items()):
+        for name, module in (*layers.items(), *slices.items()):
             self.add_module(name, module)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
@@ -54,21 +54,21 @@ class CutLayers(nn.Sequential):
 
 
 def cut_layers(layers: Mapping[str, nn.Module], slicing: Slicing) -> tuple[dict[str, nn.Module], dict[str, Leaf]]:
-    """Return the layers without the weights that are cut, and the hosted slices of these, by unit.
+    """Return the layers without the weights that are cut, and the hosted slices of these, by name.
 
     These may be some of the model's layers; they change in place. Raises `TaskError` for a plan that does not fit them.
     """
     cuts = cuts_of(slicing.plan, module_names(layers), whole=False)
     found: dict[str, nn.Module] = {}
-    units: dict[str, Leaf] = {}
+    slices: dict[str, Leaf] = {}
     for layer, module in layers.items():
         link = slicing.link
         holders = {number: Leaf() for number in hosted_slices(slicing.slices, link.rank, link.ranks)}
         found[layer] = _cut(layer, module, cuts, slicing, holders)
         for number, holder in holders.items():
             if next(holder.parameters(), None) is not None:
-                units[unit_of(layer, number)] = holder
-    return found, units
+                slices[slice_name(layer, number)] = holder
+    return found, slices
 
 
 def module_names(layers: Mapping[str, nn.Module]) -> list[str]:

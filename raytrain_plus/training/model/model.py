@@ -404,11 +404,11 @@ def _children(module: nn.Module, in_one: bool = False) -> dict[str, nn.Module]:
 
 
 def _cut_whole(module: nn.Module, slicing: Slicing, device: torch.device) -> Built:
-    """Return a model that declares no layers, cut into slices: its modules take their place, and it has the units."""
+    """Return a model that declares no layers, cut into slices: its modules take their place, and it has the slices."""
     children = _children(module, in_one=True)
     tied = _untied(children)
-    layers, units = cut_layers(children, slicing)
-    for name, one in (*layers.items(), *units.items()):
+    layers, slices = cut_layers(children, slicing)
+    for name, one in (*layers.items(), *slices.items()):
         module.add_module(name, one)
     return Built(module.to(device), (), _sliced(tied, slicing))
 

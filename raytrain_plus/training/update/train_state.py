@@ -298,7 +298,7 @@ class TrainState:
         `others`: the layers of other stages.
         """
         names = [name for name, _ in rows_held(self.named)]
-        return transfer.with_rows(parts, names, self.trained.units, self.trained.mastered, others)
+        return transfer.with_rows(parts, names, self.trained.row_counts, self.trained.mastered, others)
 
     def share_rows(self, owners: Sequence[Pieces]) -> None:
         """Prepare for a world in which each member changes the weights of some rows; `owners`: by rank."""
@@ -309,7 +309,9 @@ class TrainState:
         if self.gathered is not None:
             self.gathered.share(None if alike else owners)
         elif not alike:
-            self.exchange = Spread(list(senders(trained.rows, trained.row_bytes, numbered).values()), trained.units)
+            self.exchange = Spread(
+                list(senders(trained.rows, trained.row_bytes, numbered).values()), trained.row_counts
+            )
 
     def spread(self, context: StepContext) -> None:
         """Bring the weights that other workers have changed in the last step here; every member calls it alike."""
@@ -351,7 +353,7 @@ class TrainState:
             self.holding(),
             wanted,
             rows,
-            trained.units,
+            trained.row_counts,
             trained.mastered,
             with_values=with_values,
         )

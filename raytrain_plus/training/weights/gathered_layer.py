@@ -48,14 +48,14 @@ class GatheredLayer:
         if owners is None:
             self._spreads = None
             return
-        row_bytes, units = self._trained.row_bytes, self._trained.units
+        row_bytes, row_counts = self._trained.row_bytes, self._trained.row_counts
         numbered = dict(zip(map(str, range(len(owners))), owners, strict=True))
         self._spreads = []
         for layer in self._layers:
             named = {OF_ROWS + name for name in layer}
             rows = Pieces.of(piece for piece in self._trained.rows if piece.name in named)
             # Of each layer, all members send about equally much.
-            self._spreads.append(Spread(list(senders(rows, row_bytes, numbered).values()), units))
+            self._spreads.append(Spread(list(senders(rows, row_bytes, numbered).values()), row_counts))
 
     @contextmanager
     def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:

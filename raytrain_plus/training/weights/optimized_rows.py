@@ -40,7 +40,7 @@ class _Part(NamedTuple):
         return weight if self.rows is None else weight[self.rows]
 
 
-def units_of(named: Named, undivided: Collection[str]) -> dict[str, int]:
+def row_counts_of(named: Named, undivided: Collection[str]) -> dict[str, int]:
     """Return how many rows each weight has that can belong to different workers; one if it is not divided."""
     return {name: 1 if name in undivided or not value.dim() else max(1, len(value)) for name, value in named}
 
@@ -69,15 +69,15 @@ class Trained:
         self._arriving: list[Callable[[], None]] = []
         """Wait for copies between the host and its device that are under way."""
         self.weights = list(named)
-        self.units = units_of(named, undivided)
-        """How many rows each weight has: see `units_of`."""
+        self.row_counts = row_counts_of(named, undivided)
+        """How many rows each weight has: see `row_counts_of`."""
         self.mastered = frozenset(dict(named) if gathered else masters or ())
         """The weights that have masters."""
         self.dtypes = {name: value.dtype for name, value in named} | {
             name: value.dtype for name, value in (masters or {}).items()
         }
         """The dtype in which each weight is changed."""
-        self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.units.items())
+        self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.row_counts.items())
         """All rows of all weights."""
         self.owned = self.rows
         """Those that are changed here."""
@@ -103,7 +103,7 @@ class Trained:
     @property
     def row_bytes(self) -> dict[str, int]:
         """The bytes of a row of each weight, as pieces name them."""
-        return {OF_ROWS + name: value.nbytes // max(1, self.units[name]) for name, value in self.weights}
+        return {OF_ROWS + name: value.nbytes // max(1, self.row_counts[name]) for name, value in self.weights}
 
     @property
     def owned_rows(self) -> HeldRows | None:
@@ -112,7 +112,7 @@ class Trained:
 
     def held_rows(self, pieces: Pieces) -> HeldRows:
         """Return these rows as the state's tensors need them."""
-        return HeldRows(rows_of(pieces, self.units), self.units)
+        return HeldRows(rows_of(pieces, self.row_counts), self.row_counts)
 
     @property
     def shared(self) -> Named:
@@ -123,7 +123,7 @@ class Trained:
         """Change these rows from now on. Masters keep their values only if they had all rows, and are not gathered."""
         before = dict(self.named) if self.everything and not self.gathered else {}
         taken: dict[str, list[WeightRows]] = {}
-        for rows in rows_of(owned, self.units):
+        for rows in rows_of(owned, self.row_counts):
             taken.setdefault(rows.weight, []).append(rows)
         named, parts = [], []
         for name, value in self.weights:

@@ -50,14 +50,14 @@ def rounds_of(sent: Sequence[Pieces], row_bytes: Mapping[str, int], most: int) -
 class Spread:
     """Sends and receives rows in one generation."""
 
-    def __init__(self, sent: Sequence[Pieces], units: Mapping[str, int]) -> None:
+    def __init__(self, sent: Sequence[Pieces], row_counts: Mapping[str, int]) -> None:
         """Prepare.
 
-        `sent`: the rows that each member sends, by rank: all rows, each once. `units`: the rows of each weight, one if
-        it is not divided.
+        `sent`: the rows that each member sends, by rank: all rows, each once. `row_counts`: the rows of each weight,
+        one if it is not divided.
         """
         self._sent = sent
-        self._units = units
+        self._row_counts = row_counts
         self._rounds: dict[tuple[torch.dtype, ...], list[Round]] = {}
         """By the dtypes of the tensors."""
 
@@ -76,7 +76,9 @@ class Spread:
         """Return what the members send of such tensors, one after the other."""
         kinds = tuple(tensor.dtype for tensor in tensors.values())
         if kinds not in self._rounds:
-            row_bytes = {OF_ROWS + name: tensor.nbytes // max(1, self._units[name]) for name, tensor in tensors.items()}
+            row_bytes = {
+                OF_ROWS + name: tensor.nbytes // max(1, self._row_counts[name]) for name, tensor in tensors.items()
+            }
             self._rounds[kinds] = rounds_of(self._sent, row_bytes, MOST_BYTES)
         return self._rounds[kinds]
 
@@ -94,7 +96,7 @@ class Spread:
         """Return rows of one of the tensors."""
         name = piece.name.removeprefix(OF_ROWS)
         tensor = tensors[name].detach()
-        return tensor if self._units[name] == 1 else tensor[piece.first : piece.last]
+        return tensor if self._row_counts[name] == 1 else tensor[piece.first : piece.last]
 
 
 class Exchange:

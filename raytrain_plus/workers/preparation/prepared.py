@@ -33,7 +33,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.step.build import build_state, divided_layers, slicing_of, task_of
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.training.weights.optimized_rows import Named, units_of
+from raytrain_plus.training.weights.optimized_rows import Named, row_counts_of
 from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.training.weights.step_options import technique_of
 from raytrain_plus.trial.measure import measure_layers
@@ -192,7 +192,7 @@ def _reported(
     ready = _size_of_layers(layers, device, staged=job.parallel.pipeline > 1)
     if job.parallel.sharded != "none":
         named, division = divided_layers(job, task, device)
-        ready = replace(ready, rows=_row_sizes(named, units_of(named, division.undivided), division))
+        ready = replace(ready, rows=_row_sizes(named, row_counts_of(named, division.undivided), division))
     return ready, classes_of(first.batch)
 
 
@@ -271,7 +271,7 @@ def _rows_held(state: TrainState) -> dict[str, tuple[int, int, int]]:
     trained, division = state.trained, state.division
     if division is None:
         return {}
-    rows = _row_sizes(trained.weights, trained.units, division)
+    rows = _row_sizes(trained.weights, trained.row_counts, division)
     for name, value in trained.weights if trained.gathered else ():
         # The rows of the weights themselves, too.
         count, row_bytes, held = rows[name]
@@ -279,10 +279,11 @@ def _rows_held(state: TrainState) -> dict[str, tuple[int, int, int]]:
     return rows
 
 
-def _row_sizes(weights: Named, units: Mapping[str, int], division: Division) -> dict[str, tuple[int, int, int]]:
+def _row_sizes(weights: Named, row_counts: Mapping[str, int], division: Division) -> dict[str, tuple[int, int, int]]:
     """Return `PreparedReport.rows`, given how many rows each weight has."""
     return {
-        name: (units[name], value.nbytes // max(1, units[name]), division.state_bytes[name]) for name, value in weights
+        name: (row_counts[name], value.nbytes // max(1, row_counts[name]), division.state_bytes[name])
+        for name, value in weights
     }
 
 

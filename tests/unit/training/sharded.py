@@ -167,7 +167,7 @@ def joined(states: Sequence[TrainState]) -> dict[str, torch.Tensor]:
     parts = [undigested(0, state.holding(), everything) for state in states]
     trained = states[0].trained
     names = [name for name, _ in trained.weights]
-    return hashed(with_rows(parts, names, trained.units, trained.mastered))
+    return hashed(with_rows(parts, names, trained.row_counts, trained.mastered))
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
