@@ -17,7 +17,7 @@ READ_BACK = 10_000
 Event = dict[str, Any]
 
 
-class Followed:
+class EventFeed:
     """Filled by the controller's loop; followed from other threads."""
 
     def __init__(self, failed: Callable[[OSError], None]) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from raytrain_plus.controller.record.aside import Aside
-from raytrain_plus.controller.record.event_feed import Followed
+from raytrain_plus.controller.record.event_feed import EventFeed
 from raytrain_plus.controller.record.incidents import Incidents, Recovery
 from raytrain_plus.controller.record.last_writes import LastWrites
 from raytrain_plus.controller.record.ownership import Ownership
@@ -76,7 +76,9 @@ class Journal:
         self._ownership = Ownership(run, self.outages)
         self._last_writes = LastWrites(run, self.outages, self._still_alive)
         self._aside = Aside(run, self._ownership, self.outages)
-        self._followed = Followed(lambda error: self._aside.say_once("events cannot be read back; trying again", error))
+        self._followed = EventFeed(
+            lambda error: self._aside.say_once("events cannot be read back; trying again", error)
+        )
         self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
         """The step of the newest complete checkpoint; -1 if there is none."""
         self._renewing: Future[None] | None = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.controller.record.event_feed import Followed
+from raytrain_plus.controller.record.event_feed import EventFeed
 from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.credentials import hide_credentials
 from raytrain_plus.data.ledger.ledger_files import LedgerFiles
@@ -32,7 +32,7 @@ class Outlets:
         clock: Callable[[], float],
         ownership: Ownership,
         outages: Outages,
-        followed: Followed,
+        followed: EventFeed,
         gauges: Gauges,
     ) -> None:
         """Write nothing to the folder yet: events go only to `followed` and `gauges`."""

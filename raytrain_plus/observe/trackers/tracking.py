@@ -38,9 +38,11 @@ Tell = Callable[[Mapping[str, str]], None]
 class Queue:
     """Metrics between the thread that reads them and the one that delivers them."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = KEPT) -> None:
+        """Begin without metrics; of more than `kept` the oldest are dropped."""
         self._news = threading.Condition()
-        self._metrics: deque[MetricValue] = deque(maxlen=KEPT)
+        self._metrics: deque[MetricValue] = deque(maxlen=kept)
+        self._kept = kept
         self._taken: list[MetricValue] = []
         self.dropped = 0
         self.status = ""
@@ -49,7 +51,7 @@ class Queue:
     def put(self, metrics: Sequence[MetricValue]) -> None:
         """Add metrics; never waits."""
         with self._news:
-            self.dropped += max(0, len(self._metrics) + len(metrics) - KEPT)
+            self.dropped += max(0, len(self._metrics) + len(metrics) - self._kept)
             self._metrics.extend(metrics)
 
     def end(self, status: str) -> None:

@@ -18,8 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.controller.record import aside, event_feed, last_writes
+from raytrain_plus.controller.record import aside, last_writes
 from raytrain_plus.controller.record.aside import Aside
+from raytrain_plus.controller.record.event_feed import KEPT
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.data.ledger import ledger_files
 from raytrain_plus.data.ledger.ledger import NOTE
@@ -53,22 +54,20 @@ def journal(run: Folder) -> Iterator[Journal]:
     made.close()
 
 
-def test_a_follower_from_far_back_gets_events_dropped_from_memory(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_feed, "KEPT", 5)
-    for number in range(40):
+def test_a_follower_from_far_back_gets_events_dropped_from_memory(journal: Journal) -> None:
+    count = 5 * KEPT
+    for number in range(count):
         journal.will_leave(f"node-{number}", None)
     journal.settle()
-    assert journal._followed.in_memory <= 10
+    assert journal._followed.in_memory <= 2 * KEPT
     got: list[str] = []
     cursor = 0
-    while cursor < 41:
+    while cursor < count + 1:
         events = journal.follow(cursor, 1)
         cursor += len(events)
         got += [event["kind"] if "node" not in event else event["node"] for event in events]
-    assert got == ["run_started", *(f"node-{number}" for number in range(40))]
-    assert journal.follow(41, 0.01) == []
+    assert got == ["run_started", *(f"node-{number}" for number in range(count))]
+    assert journal.follow(count + 1, 0.01) == []
 
 
 def test_a_workers_clock_is_known_to_the_duration_of_the_call(journal: Journal) -> None:

@@ -83,9 +83,8 @@ def test_after_the_end_there_is_one_attempt(monkeypatch: pytest.MonkeyPatch) -> 
     assert (queue.missing, tracker.times, tracker.ended) == (2, 8, [])
 
 
-def test_the_oldest_of_too_many_metrics_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 5)
-    queue = Queue()
+def test_the_oldest_of_too_many_metrics_are_dropped() -> None:
+    queue = Queue(kept=5)
     queue.put(losses(*range(4)))
     queue.put(losses(*range(4, 8)))
     assert ([metric.step for metric in queue.first()], queue.missing) == ([3, 4, 5, 6, 7], 3 + 5)
