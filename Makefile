@@ -33,7 +33,7 @@ setup: $(VENV)/.horovod  ## make .venv with everything in it, Horovod built
 demo: setup  ## train a byte-level GPT, kill one of its workers half-way, and show what that cost
 	$(BIN)/python -m examples.demo
 
-unit: $(BIN)/raytrain  ## the pure tests, under a minute
+unit: $(BIN)/raytrain  ## the pure tests, three minutes on two cores
 	@# Without bytecode each process takes seconds to rewrite the assertions of all tests again.
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest tests/unit -m "not slow" --numprocesses auto --dist worksteal
 

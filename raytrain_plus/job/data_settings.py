@@ -119,8 +119,8 @@ class Data:
     """Tokens of a row, at least 2: documents are packed into rows of exactly this length, once on each node. Default
     None: rows are as they are.
 
-    The only column of text, which `tokenizer` makes tokens, or of lists of token numbers, is joined in the order of
-    the data; other columns are left out. Each document ends with the `eos_token` of the tokenizer's
+    The only column of text (`tokenizer` makes its tokens) or of lists of token numbers is joined in the order of the
+    data; other columns are left out. Each document ends with the `eos_token` of the tokenizer's
     `tokenizer_config.json`, if there is one, and is not truncated. Rows have the columns `input_ids` and
     `position_ids`, which begins at 0 in each document; the last tokens, which fill no row, are dropped. The rows of
     `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.

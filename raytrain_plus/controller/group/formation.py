@@ -91,8 +91,6 @@ class Formation:
     best: EarlyStop | KeepBest | None
     """The setting whose metric decides the best state."""
     _now: _Worlds | None = field(default=None, init=False)
-    _formed: bool = field(default=False, init=False)
-    """Whether there was a view before."""
 
     def join(self, command: e.Join) -> None:
         """Form the worlds of a view, and have its members train in them."""
@@ -156,8 +154,7 @@ class Formation:
             if name not in names and not worker.leaving and worker.state in ("idle", "warming_up")
         ]
         self.replication.formed()
-        self.loop.later(STANDBY_S if self._formed else FIRST_STANDBY_S, partial(self._stand_by, view))
-        self._formed = True
+        self.loop.later(STANDBY_S if view.generation else FIRST_STANDBY_S, partial(self._stand_by, view))
         counts = self.partitions.parameters(view)
         self.journal.record_formed(
             self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,

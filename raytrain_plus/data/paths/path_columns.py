@@ -31,9 +31,9 @@ def partitions_in(names: Sequence[str]) -> pa.Table | None:
 
 def folder_of_other_keys(names: Sequence[str]) -> str | None:
     """Return a file whose folders have other keys than those of another file; None if all have the same, or none."""
-    found = [(len(keys), keys, name) for name in names for keys in [[key for key, _ in _pairs(name)]]]
-    most = max(found, key=lambda one: one[0], default=(0, [], ""))
-    return next((name for _, keys, name in found if keys != most[1]), None)
+    found = {name: [key for key, _ in _pairs(name)] for name in names}
+    most = max(found.values(), key=len, default=[])
+    return next((name for name, keys in found.items() if keys != most), None)
 
 
 def columns_of(partitions: pa.Table | None) -> list[pa.Field]:

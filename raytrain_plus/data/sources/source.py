@@ -363,25 +363,23 @@ def check_alike(seen: Index, held_out: Index) -> None:
 
 def check_labels(seen: Index, other: Index, where: str) -> None:
     """Raise `DataError` if a class label of Hugging Face's has another number in other data, which is at `where`."""
-    _check_labels(seen.sources[0] if seen.sources else seen, other.labels, where)
+    _check_labels(seen.sources[0] if seen.sources else seen, other.labels, where, than=f"in {seen.named}")
 
 
 def check_own_labels(data: Index) -> None:
     """Raise `DataError` if a class label of Hugging Face's has another number in another file."""
     for name, labels in data.relabelled:
-        _check_labels(data, labels, f"{data.root}/{name}")
+        _check_labels(data, labels, f"{data.root}/{name}", than=f"those of other files of {data.named}")
 
 
-def _check_labels(seen: Index, labels: Mapping[str, Sequence[str]], where: str) -> None:
+def _check_labels(seen: Index, labels: Mapping[str, Sequence[str]], where: str, *, than: str) -> None:
     for name in seen.labels.keys() & labels.keys() & {*seen.schema.names}:
         mine, theirs = list(seen.labels[name]), list(labels[name])
         if mine != theirs:
             at = next((at for at, pair in enumerate(zip(mine, theirs, strict=False)) if len({*pair}) > 1), None)
             differ = f"{len(theirs)}, not {len(mine)}" if at is None else f"{at} is '{theirs[at]}', not '{mine[at]}'"
             raise DataError(
-                f"the classes of '{name}' have other numbers than those of other files of {seen.named}: {differ}"
-                if where.startswith(f"{seen.root}/")
-                else f"the classes of '{name}' have other numbers than in {seen.named}: {differ}",
+                f"the classes of '{name}' have other numbers than {than}: {differ}",
                 where=where,
                 expected=f"the classes {', '.join(mine[:6])}{', ...' * (len(mine) > 6)}",
                 remedy=f"cast it with datasets' cast_column('{name}', ClassLabel(names=[...])), or leave it out of "
