@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from raytrain_plus.job import bounds
+from raytrain_plus.job.sameness import FREE, KEPT
 from raytrain_plus.job.setting_types import Format
 
 
@@ -13,7 +15,7 @@ from raytrain_plus.job.setting_types import Format
 class Data:
     """Which rows to train on, and how to shuffle, batch and transform them."""
 
-    path: str | None = None
+    path: Annotated[str | None, bounds.address, KEPT] = None
     """File, folder (searched recursively) or pattern, with the training rows; see `format`. Give exactly one of `path`,
     `dataset` and `mix`.
 
@@ -26,7 +28,7 @@ class Data:
     settings of `storage`. Parquet is read there, one row group at a time; other formats are copied to each node first.
     """
 
-    format: Format | None = None
+    format: Annotated[Format | None, FREE] = None
     """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
     folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files),
     `webdataset` (tar files of samples) or `lance` (the newest version of a Lance dataset, a folder; needs the extra
@@ -37,7 +39,7 @@ class Data:
     names another folder for that, as XDG_CACHE_HOME does; without a home that can be written to, it is a temporary one.
     """
 
-    dataset: str | None = None
+    dataset: Annotated[str | None, bounds.import_path, KEPT] = None
     """`module:function` that returns a dataset, in place of `path`. It is called without arguments, in every process
     that reads.
 
@@ -47,7 +49,7 @@ class Data:
     give tuples, and single values tensors.
     """
 
-    mix: Sequence[Mapping[str, Any]] | None = None
+    mix: Annotated[Sequence[Mapping[str, Any]] | None, bounds.mix, KEPT] = None
     """2 to 16 sources in fixed proportions, in place of `path`: a list of `{path: ..., weight: ...}`. Each may have a
     `format`, and `dataset` in place of `path`.
 
@@ -55,7 +57,7 @@ class Data:
     own, in which each of its rows is used once. All must have the same columns. Needs `steps`.
     """
 
-    columns: Sequence[str] | Mapping[str, str] | None = None
+    columns: Annotated[Sequence[str] | Mapping[str, str] | None, bounds.columns, KEPT] = None
     """The columns to read: a list of names, or `{name: type}`, such as `{text: string, label: int64, x: float32}`, with
     types as Arrow names them. Default None: all, as they are stored.
 
@@ -63,7 +65,7 @@ class Data:
     to `evaluate.path` and each source of a `mix` too.
     """
 
-    image_size: Sequence[int] | None = None
+    image_size: Annotated[Sequence[int] | None, bounds.image_size, KEPT] = None
     """`[height, width]` in pixels, to which every column of encoded images is decoded and resized, as RGB, before
     `transform`. Default None: images stay encoded.
 
@@ -71,25 +73,25 @@ class Data:
     orientation is not applied. Needs Pillow, which the extra `images` of this package installs.
     """
 
-    prepare: str | None = None
+    prepare: Annotated[str | None, bounds.import_path, FREE] = None
     """`module:function` that writes the data if `path` is missing. Default None: the data must exist.
 
     `path` cannot be a pattern then. The function is called once per node as function(folder, name) and must write the
     same bytes on every node. `folder` is an empty folder that becomes `path`; `name` is the last part of `path`.
     """
 
-    batch_size: int
+    batch_size: Annotated[int, bounds.at_least(1), KEPT]
     """Rows in the global batch of one step. Must be a multiple of `shards`. Required."""
 
-    shards: int = 8
+    shards: Annotated[int, bounds.at_least(1, 100_000), KEPT] = 8
     """Logical shares of every global batch, fixed for the job's life; limits how many workers are useful. Default 8. A
     worker computes its shards one after the other: with GPUs, as many as the largest group has workers are best."""
 
-    shuffle: Literal["none", "units", "rows"] = "rows"
+    shuffle: Annotated[Literal["none", "units", "rows"], KEPT] = "rows"
     """What each epoch shuffles: `none`: nothing; `units`: the order of row groups; `rows` (the default): also the rows
     inside each group."""
 
-    transform: str | None = None
+    transform: Annotated[str | None, bounds.import_path, KEPT] = None
     """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
 
     Default None: rows are used as they are. The function must keep the number of rows, and be safe to call from two
@@ -98,7 +100,7 @@ class Data:
     called in tasks of Ray, where these are seeded for each block.
     """
 
-    collate: str | None = None
+    collate: Annotated[str | None, bounds.collate_function, KEPT] = None
     """How rows become a batch: `stack`, `pad`, `pack` or `module:function(table)`. Default None: the task's `collate`.
 
     `stack` makes a tensor of each column, as a task does that has no `collate`. `pad` also takes text, as a list, and
@@ -107,7 +109,7 @@ class Data:
     adds `position_ids` and `cu_seq_lens`, where each row begins; means are then weighted by tokens, not by rows.
     """
 
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, KEPT] = None
     """Folder with a `tokenizer.json`, as Hugging Face's `save_pretrained` writes it, or the file. Default None.
 
     The text in the rows that come out of `transform` becomes lists of token numbers: the only column of text becomes
@@ -115,7 +117,7 @@ class Data:
     pads. With `pack` tokens are made before, once. Needs the extra `transformers` of this package.
     """
 
-    pack: int | None = None
+    pack: Annotated[int | None, bounds.at_least(2, bounds.MOST_TOKENS), KEPT] = None
     """Tokens of a row, at least 2: documents are packed into rows of exactly this length, once on each node. Default
     None: rows are as they are.
 
@@ -126,7 +128,7 @@ class Data:
     `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
     """
 
-    on_error: Literal["stop", "skip"] = "stop"
+    on_error: Annotated[Literal["stop", "skip"], KEPT] = "stop"
     """What to do with a row that `image_size`, `transform` or `tokenizer` cannot use.
 
     `stop` (the default) ends the run and names file and row. `skip` leaves out a row that fails in two reads: it has
@@ -136,10 +138,10 @@ class Data:
     too, and files of `format: images` that are no images. Needs `parallel.pipeline` 1.
     """
 
-    granule: int = 1024
+    granule: Annotated[int, bounds.at_least(1), KEPT] = 1024
     """Transform block: the largest number of rows that `transform` gets in one call. Default 1024."""
 
-    cache_mb: int = 256
+    cache_mb: Annotated[int, bounds.at_least(0), FREE] = 256
     """Megabytes of decoded row groups that a worker may keep in memory from one epoch to the next.
 
     Default 256; 0 disables the cache. Row groups are kept only if the whole dataset fits, without `transform` and

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-Problem = tuple[str, str, str] | None
-"""What is wrong with the values of settings: what, expected, remedy; None if nothing is."""
+from raytrain_plus.job.setting_types import Problem
 
 
 def sizes(maximum: int | None, minimum: int) -> Problem:
@@ -40,9 +39,7 @@ def one_replica(maximum: int | None, minimum: int, pipeline: int) -> Problem:
 
 
 def tensor(tensor: int, schedule: str, sharded: str, compiles: bool) -> Problem:
-    """Return what is wrong with parallel.tensor, alone and with other settings."""
-    if tensor < 1 or tensor & (tensor - 1):
-        return f"{tensor} is no power of two", "1, 2, 4, 8, ...", ""
+    """Return what is wrong with parallel.tensor with these settings."""
     if tensor == 1:
         return None
     if schedule in ("pipedream", "zero-bubble"):
@@ -97,8 +94,6 @@ def holders(
     holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int, tensor: int
 ) -> Problem:
     """Return what is wrong with parallel.holders: there cannot be more than workers that share a state."""
-    if holders < 1:
-        return f"{holders} is out of range", "1 or more", ""
     width = pipeline * tensor
     most = min((minimum if maximum is None else maximum) // width, shards)
     # With fewer workers than stages there is another problem.
@@ -133,7 +128,7 @@ def partition(partition: Sequence[str] | None, pipeline: int, schedule: str) -> 
 
 def microbatches(microbatches: int, batch_size: int, shards: int) -> Problem:
     """Return what is wrong with parallel.microbatches with the rows that a shard gives to a step."""
-    if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
+    if batch_size % shards or batch_size // shards % microbatches == 0:
         return None
     rows = batch_size // shards
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""

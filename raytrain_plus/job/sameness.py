@@ -1,88 +1,62 @@
-"""Decide whether two jobs are the same: which settings must agree, because the result depends on them. Pure."""
+"""Decide whether two jobs are the same: which settings must agree, because the result depends on them. Pure.
+
+Each setting says at its field whether a run keeps it. A `job.yaml` that lacks a setting is older than it, and means its
+default, so the default of a setting that is kept never changes. Results can also depend on `collective` and
+`elastic.on_nonfinite`, which may change. Data is compared by its fingerprint.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import Enum, auto
 from typing import Any
 
-_SAME = (
-    "task",
-    "args",
-    "seed",
-    *(f"data.{name}" for name in ("path", "dataset", "mix", "columns", "image_size", "batch_size")),
-    *(f"data.{name}" for name in ("shards", "shuffle", "transform", "collate", "tokenizer", "pack", "granule")),
-    "data.on_error",
-    "steps",
-    "epochs",
-    "early_stop",
-    "workers.threads",
-    "parallel.microbatches",
-    "parallel.tensor",
-    "reduction",
-    "compression",
-    "precision",
-    "compile",
-    "ema",
-    "clip_norm",
-)
-"""Keys that must agree for two jobs to be the same, because the result depends on them.
-
-It can also depend on `collective` and `elastic.on_nonfinite`, which may change. Data is compared by its fingerprint.
-"""
-_SAME_WITH_PIPEDREAM = ("parallel.schedule", "parallel.partition", "parallel.commit_every")
-"""Keys that must agree too if one of two jobs uses pipedream, which computes gradients with older weights."""
-_SAME_WITH_COMPILE = ("recompute",)
-"""Keys that must agree too if one of two jobs is compiled: the compiler makes other code for what is recomputed."""
-_SAME_ON_GPUS = ("offload",)
-"""Keys that must agree too if one of two jobs uses GPUs, whose optimizers round otherwise than those of CPUs."""
-_BEFORE = {
-    "data.image_size": None,
-    "data.collate": None,
-    "data.dataset": None,
-    "data.mix": None,
-    "data.columns": None,
-    "data.tokenizer": None,
-    "data.pack": None,
-    "data.on_error": "stop",
-    "early_stop": None,
-    "compression": "none",
-    "precision": "fp32",
-    "compile": False,
-    "ema": None,
-    "recompute": "none",
-    "offload": "none",
-    "parallel.tensor": 1,
-    "parallel.schedule": "1f1b",
-    # Theirs was timed. Checkpoints fit every partition, so their runs resume with the counted one.
-    "parallel.partition": None,
-    "parallel.commit_every": 16,
-}
-"""Those of all these keys that older versions did not write, and what these versions did."""
+from raytrain_plus.job.setting_types import settings_of
 
 
-def differing(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+class Kept(Enum):
+    """Whether a setting stays as it is for the life of a run."""
+
+    ALWAYS = auto()
+    UNLESS_RESUMED = auto()
+    """`resume` may change it."""
+    WITH_PIPEDREAM = auto()
+    """If one of two jobs uses pipedream, which computes gradients with older weights."""
+    WITH_COMPILE = auto()
+    """If one of two jobs is compiled: the compiler makes other code for what is recomputed."""
+    ON_GPUS = auto()
+    """If one of two jobs uses GPUs, whose optimizers round otherwise than those of CPUs."""
+    NEVER = auto()
+
+
+KEPT, FREE = Kept.ALWAYS, Kept.NEVER
+
+
+def differing(of: type, mine: Mapping[str, Any], theirs: Mapping[str, Any], *, resumes: bool = False) -> list[str]:
     """Return the keys that make one job another one than the other; both are the values of a `job.yaml`.
 
-    The keys are those of `_SAME`, and those of `_SAME_WITH_PIPEDREAM`, `_SAME_WITH_COMPILE` and `_SAME_ON_GPUS` if
-    either job uses these.
+    `of`: the dataclass of all settings. `resumes`: whether one of them resumes the other.
     """
-    overlap = any(_kept(job, "parallel.schedule") == "pipedream" for job in (mine, theirs))
-    compiled = any(_kept(job, "compile") for job in (mine, theirs))
-    on_gpus = any(_kept(job, "workers.gpus") for job in (mine, theirs))
-    keys = [*_SAME]
-    keys += _SAME_WITH_PIPEDREAM if overlap else ()
-    keys += _SAME_WITH_COMPILE if compiled else ()
-    keys += _SAME_ON_GPUS if on_gpus else ()
-    return [key for key in keys if _kept(mine, key) != _kept(theirs, key)]
+    kept = {Kept.ALWAYS, Kept.UNLESS_RESUMED} - ({Kept.UNLESS_RESUMED} if resumes else set())
+    keys = {key: (how, default) for key, how, default in kept_settings(of)}
+
+    def value(job: Any, key: str) -> Any:
+        for part in key.split("."):
+            job = job.get(part) if isinstance(job, Mapping) else None
+        return keys[key][1] if job is None else job
+
+    for job in (mine, theirs):
+        kept |= {Kept.WITH_PIPEDREAM} if value(job, "parallel.schedule") == "pipedream" else set()
+        kept |= {Kept.WITH_COMPILE} if value(job, "compile") else set()
+        kept |= {Kept.ON_GPUS} if value(job, "workers.gpus") else set()
+    return [key for key, (how, _) in keys.items() if how in kept and value(mine, key) != value(theirs, key)]
 
 
-def _kept(values: Any, key: str) -> Any:
-    """Return the value of one of these keys in the values of a `job.yaml`."""
-    value = _at(values, key)
-    return _BEFORE.get(key) if value is None else value
-
-
-def _at(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values.get(part) if isinstance(values, Mapping) else None
-    return values
+def kept_settings(of: type, prefix: str = "") -> Iterator[tuple[str, Kept | None, Any]]:
+    """Yield (key, whether a run keeps it, default) of all settings; a group that says it itself is one of them."""
+    for name, setting in settings_of(of).items():
+        how = next((mark for mark in setting.marks if isinstance(mark, Kept)), None)
+        if how is None and setting.group is not None:
+            yield from kept_settings(setting.group, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", how, None if setting.required else setting.default

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset", "lance"]
 """The formats of data."""
@@ -25,14 +25,53 @@ Recompute = Literal["none", "selective", "full"] | Sequence[str]
 """Which layers are computed again in backward passes: all, or those of these names."""
 
 
+Problem = tuple[str, str, str] | None
+"""What is wrong with the values of settings: what, expected, remedy; None if nothing is."""
+
+Bound = Callable[[Any], Problem]
+"""Returns what is wrong with the value of a setting, whose type is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a field says of its setting: `name: Annotated[type, *marks] = default`."""
+
+    hint: Any
+    """The type, without marks."""
+    marks: tuple[Any, ...]
+    """Its bounds (`job.bounds`), and whether a run keeps it (`job.sameness`)."""
+    entry: dataclasses.Field[Any]
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.entry.default is MISSING and self.entry.default_factory is MISSING
+
+    @property
+    def default(self) -> Any:
+        """The value of a setting that is not given; only if it is not required."""
+        return self.entry.default if self.entry.default_factory is MISSING else self.entry.default_factory()
+
+    @property
+    def group(self) -> type | None:
+        """The class of the settings below this one, if it is a group."""
+        return nested(self.hint)
+
+    def problem(self, value: Any) -> Problem:
+        """Return what is wrong with a value whose type is right."""
+        found = (mark(value) for mark in self.marks if callable(mark))
+        return next((problem for problem in found if problem is not None), None)
+
+
 @functools.cache
-def fields_of(cls: type) -> Mapping[str, tuple[Any, bool]]:
-    """Return the settings of one level: name -> (type, whether it is required)."""
-    hints = get_type_hints(cls)
-    return {
-        entry.name: (hints[entry.name], entry.default is MISSING and entry.default_factory is MISSING)
-        for entry in dataclasses.fields(cls)
-    }
+def settings_of(cls: type) -> Mapping[str, Setting]:
+    """Return the settings of one level, by name."""
+    hints, marked = get_type_hints(cls), get_type_hints(cls, include_extras=True)
+
+    def marks(name: str) -> tuple[Any, ...]:
+        return get_args(marked[name])[1:] if get_origin(marked[name]) is Annotated else ()
+
+    return {one.name: Setting(hints[one.name], marks(one.name), one) for one in dataclasses.fields(cls)}
 
 
 def nested(hint: Any) -> type | None:

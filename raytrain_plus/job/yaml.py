@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import InputError, JobError, first_line
-from raytrain_plus.job.setting_types import fields_of, flatten, nested
-from raytrain_plus.job.settings import Job, check_type
+from raytrain_plus.job.setting_types import flatten, settings_of
+from raytrain_plus.job.settings import Job, check_setting
 from raytrain_plus.job.value_checks import check_values
 
 MOST_BYTES = 1 << 20
@@ -298,7 +297,7 @@ def _place(key: str, places: Mapping[str, str], file: str) -> str:
 
 
 def _check_level(cls: type, values: Mapping[str, Any], prefix: str, good: dict[str, Any]) -> Iterator[InputError]:
-    known = fields_of(cls)
+    known = settings_of(cls)
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
@@ -308,45 +307,36 @@ def _check_level(cls: type, values: Mapping[str, Any], prefix: str, good: dict[s
                 expected=f"one of {', '.join(known)}",
                 remedy=f"did you mean '{near[0]}'?" if near else "",
             )
-    for name, (hint, required) in known.items():
-        key = f"{prefix}{name}"
-        group = nested(hint)
+    for name, setting in known.items():
+        key, group = f"{prefix}{name}", setting.group
         if name not in values:
-            if required:
-                yield InputError("is missing", where=key, expected=_meaning(cls, name))
+            if setting.required:
+                yield InputError("is missing", where=key, expected=_meaning(name))
             elif group is None:
-                good[key] = _default(cls, name)
-            elif (default := _default(cls, name)) is not None:
-                good.update(flatten(default, f"{key}."))
+                good[key] = setting.default
+            elif setting.default is not None:
+                good.update(flatten(setting.default, f"{key}."))
         elif group is not None and isinstance(values[name], Mapping):
             yield from _check_level(group, values[name], f"{key}.", good)
         else:
-            problem = check_type(key, values[name])
-            if problem is not None:
-                yield problem
-            else:
+            problems = check_setting(key, values[name])
+            yield from problems
+            if not problems:
                 good[key] = values[name]
 
 
-def _default(cls: type, name: str) -> Any:
-    entry = next(entry for entry in dataclasses.fields(cls) if entry.name == name)
-    if entry.default_factory is not dataclasses.MISSING:
-        return entry.default_factory()
-    return entry.default
-
-
-def _meaning(cls: type, name: str) -> str:
+def _meaning(name: str) -> str:
     known = {"path": "a Parquet file, a folder of them, or a pattern", "task": "module:Class"}
     return known.get(name, f"a value for `{name}`")
 
 
 def _build(cls: type, values: Mapping[str, Any]) -> Any:
     """Return the dataclass for checked values."""
-    known = fields_of(cls)
+    known = settings_of(cls)
     return cls(
         **{
             name: _build(group, value)
-            if (group := nested(known[name][0])) is not None and isinstance(value, Mapping)
+            if (group := known[name].group) is not None and isinstance(value, Mapping)
             else value
             for name, value in values.items()
         }

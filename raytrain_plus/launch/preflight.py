@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -58,20 +58,19 @@ def order_of(
     *,
     fresh: bool = False,
     roots: Sequence[Path] = (),
-    may_change: Collection[str] = (),
+    resumes: bool = False,
     fresh_rates: bool = False,
 ) -> RunOrder | Result:
     """Return the order for the controller, or the result if the same job has finished already.
 
     `roots` are folders to import the task from, besides the working directory. An unfinished run of this name resumes
-    from its newest complete checkpoint, or is moved aside if `fresh`. `may_change`: settings in which the job may
-    differ from the one that started the run, besides those that do not affect results. `fresh_rates`: see
-    `messages.Plan`. Raises `InputError` if the job,
-    its data or its task is wrong, before any folder is made. Warnings go to stderr.
+    from its newest complete checkpoint, or is moved aside if `fresh`. `resumes`: whether the job may differ from the
+    one that started the run as far as `resume` allows. `fresh_rates`: see `messages.Plan`. Raises `InputError` if the
+    job, its data or its task is wrong, before any folder is made. Warnings go to stderr.
     """
     folder = check_writable(job.storage).inside(job.name)
     search = [Path.cwd(), *roots]
-    done = earlier_result(folder, job, fresh, may_change)
+    done = earlier_result(folder, job, fresh, resumes=resumes)
     if done is not None:
         _refuse_another_task(folder, source_digests(job, search))
         return replace(done, trained_steps=0, trained_samples=0)
@@ -188,9 +187,7 @@ def _check_restored(folder: Folder, *data: Index | None) -> None:
 def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:
     """Refuse a checkpoint of another job or of other data that was copied into the folder."""
     where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
-    # These settings may change when a run resumes.
-    differing = [key for key in job.same_as(yaml.safe_dump(manifest.job)) if key not in ("args", "steps", "early_stop")]
-    if differing:
+    if differing := job.same_as(yaml.safe_dump(manifest.job), resumes=True):
         raise CheckpointError(
             f"the checkpoint belongs to another job ({manifest.run}); they differ in {', '.join(differing)}",
             where=where,

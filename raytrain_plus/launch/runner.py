@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
@@ -24,9 +24,6 @@ from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.folders.open import open_folder
 
-RESUMED = ("args", "steps", "early_stop")
-"""Settings that affect results, in which a resumed run may still differ."""
-
 
 def run(
     job: Job,
@@ -36,14 +33,14 @@ def run(
     view: ProgressView | None = None,
     quiet: bool = False,
     roots: Sequence[Path] = (),
-    may_change: Collection[str] = (),
+    resumes: bool = False,
     fresh_rates: bool = False,
 ) -> Result:
     """Run `job` until it ends and return its result; a failed run is a result too, with its error in words.
 
     An unfinished run of this name resumes from its newest complete checkpoint. A finished one is not run again: its
-    result has `trained_steps` 0. `may_change`: settings in which the job may differ from the one that started the run,
-    besides those that do not affect results. `fresh_rates`: see `resume`.
+    result has `trained_steps` 0. `resumes`: whether the job may differ from the one that started the run as far as
+    `resume` allows. `fresh_rates`: see `resume`.
 
     `address`: the Ray cluster to join. An existing connection to Ray comes first; without `address` and RAY_ADDRESS a
     local Ray is started for this run. In a job that was submitted to a cluster, the run survives the end of this
@@ -52,7 +49,7 @@ def run(
     task is wrong, before any folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
-    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change, fresh_rates=fresh_rates)
+    order = order_of(job, fresh=fresh, roots=roots, resumes=resumes, fresh_rates=fresh_rates)
     if isinstance(order, Result):
         if view is not None:
             view.finish(order)
@@ -88,16 +85,16 @@ def start(
     address: str | None = None,
     fresh: bool = False,
     roots: Sequence[Path] = (),
-    may_change: Collection[str] = (),
+    resumes: bool = False,
     fresh_rates: bool = False,
 ) -> Handle:
     """Start `job` as `run` does, but detached; return once it trains. The run survives this process.
 
     It uses the named or connected cluster, else a local Ray in separate processes on this machine. A job that has
-    finished already is not run again: the handle then has its result in `ended`. `may_change`, `fresh_rates`: as for
+    finished already is not run again: the handle then has its result in `ended`. `resumes`, `fresh_rates`: as for
     `run`. Raises the error that prevented the start.
     """
-    order = order_of(job, fresh=fresh, roots=roots, may_change=may_change, fresh_rates=fresh_rates)
+    order = order_of(job, fresh=fresh, roots=roots, resumes=resumes, fresh_rates=fresh_rates)
     if not isinstance(order, Result):
         if address or ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
             with connected(job, address) as began:
@@ -126,7 +123,7 @@ def resume(
     resumed like this.
     """
     job = _resumed(run_folder, overrides)
-    return run(job, address=address, view=view, quiet=quiet, roots=roots, may_change=RESUMED, fresh_rates=fresh_rates)
+    return run(job, address=address, view=view, quiet=quiet, roots=roots, resumes=True, fresh_rates=fresh_rates)
 
 
 def start_again(
@@ -139,7 +136,7 @@ def start_again(
 ) -> Handle:
     """Resume the run in this folder as `resume` does, but detached; return once it trains, as `start` does."""
     job = _resumed(run_folder, overrides)
-    return start(job, address=address, roots=roots, may_change=RESUMED, fresh_rates=fresh_rates)
+    return start(job, address=address, roots=roots, resumes=True, fresh_rates=fresh_rates)
 
 
 def _resumed(run_folder: str | Path, overrides: Sequence[str]) -> Job:

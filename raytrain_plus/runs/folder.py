@@ -14,7 +14,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,11 +93,11 @@ def run_exists(run: Folder) -> bool:
     return bool(run.files())
 
 
-def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[str] = ()) -> Result | None:
+def earlier_result(run: Folder, job: Job, fresh: bool, *, resumes: bool = False) -> Result | None:
     """Return the result if the same job has finished in `run`; None if the job may start or resume there.
 
-    `fresh`: the existing contents will be moved aside. `may_change`: settings in which the job may differ from the one
-    that started the run, besides those that do not affect results. Waits for a lease that nobody renews to expire.
+    `fresh`: the existing contents will be moved aside. `resumes`: whether the job may differ from the one that started
+    the run as far as `resume` allows. Waits for a lease that nobody renews to expire.
     Raises `InputError` if a run is running there, or the folder belongs to another job or is no run's.
     """
     where = f"run folder {run.where}"
@@ -117,7 +117,8 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
     if fresh:
         return None
     try:
-        differs = job.same_as(run.read(JOB).decode())
+        begun = run.read(JOB).decode()
+        differing = job.same_as(begun, resumes=resumes)
     except FileNotFoundError:
         if all(name == LEASE or name.startswith(f"{CLAIMS}/") for name in run.files()):
             # A controller took the folder and was killed before it could write anything else.
@@ -133,23 +134,17 @@ def earlier_result(run: Folder, job: Job, fresh: bool, may_change: Collection[st
             where=f"{run.where}/{JOB}",
             remedy="restore the job that the run started with; or move the folder aside with --fresh",
         ) from None
-    differing = [key for key in differs if key not in may_change]
     if differing:
         raise InputError(
             f"the folder has the run of another job; they differ in {', '.join(differing)}",
             where=where,
-            remedy=f"only {_listed(may_change)} may change when a run is resumed; to start over, use run --fresh"
-            if may_change
+            remedy="only args, steps and early_stop may change when a run is resumed; to start over, use run --fresh"
+            if resumes
             else "move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
-    done = result is not None and result.status == "finished" and not {"steps", "early_stop"} & {*differs}
+    done = result is not None and result.status == "finished" and not {"steps", "early_stop"} & {*job.same_as(begun)}
     return result if done else None
-
-
-def _listed(names: Collection[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
 
 
 def find_run(name: str, storage: str) -> Folder:

@@ -5,7 +5,8 @@ import re
 import subprocess
 from pathlib import Path
 
-from raytrain_plus.job import sameness
+from raytrain_plus.job.sameness import Kept, kept_settings
+from raytrain_plus.job.settings import Job
 
 PACKAGE = Path(__file__).parents[2] / "raytrain_plus"
 PAGE = (PACKAGE / "README.md").read_text()
@@ -59,8 +60,12 @@ def test_every_module_that_the_map_refers_to_exists() -> None:
 def test_the_page_of_jobs_lists_what_makes_two_jobs_the_same() -> None:
     jobs = (PACKAGE.parent / "jobs" / "recovery.md").read_text()
     listed = re.findall(r"`([a-z_.]+)`", jobs.partition("Two jobs are the same if")[2].partition("`raytrain run`")[0])
-    assert tuple(listed) == (
-        *sameness._SAME,
-        *sameness._SAME_WITH_PIPEDREAM,
-        *sameness._SAME_WITH_COMPILE,
-    )
+    keys = {key: kept for key, kept, _ in kept_settings(Job)}
+    with_others = [Kept.WITH_PIPEDREAM, Kept.WITH_COMPILE, Kept.ON_GPUS]
+    assert listed == [
+        *(key for key, kept in keys.items() if kept in (Kept.ALWAYS, Kept.UNLESS_RESUMED)),
+        *(key for one in with_others for key, kept in keys.items() if kept is one),
+    ]
+    left = [key for key, kept in keys.items() if kept is Kept.UNLESS_RESUMED]
+    *first, last = (f"`{key}`" for key in left)
+    assert f"`resume` may change {', '.join(first)} and {last}" in " ".join(jobs.split())

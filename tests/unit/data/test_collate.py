@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening
 from raytrain_plus.data.reading.microbatches import collates_rows
 from raytrain_plus.data.values.collate import READY, pack, pad, set_collate
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job.value_checks import COLLATES
+from raytrain_plus.job.bounds import COLLATES
 from raytrain_plus.task import Task, column_tensor
 
 IDS = [[5, 6, 7], [8], [], [9, 10]]

@@ -454,7 +454,7 @@ def _resumed(run: LocalFolder, base: Base, done: Damage) -> int:
 
     def preflight() -> None:
         job = job_of(run, own)
-        order = order_of(job, may_change=("args", "steps"))
+        order = order_of(job, resumes=True)
         if (
             done.touched is not None
             and JOB not in done.touched

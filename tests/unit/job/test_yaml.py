@@ -1,8 +1,10 @@
 """Job files: every mistake is found, placed and explained; the result is always a `Job` or a `JobError`."""
 
 import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 import yaml
@@ -11,8 +13,8 @@ from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job, JobError, Workers
 from raytrain_plus.job.parallel_checks import TWO_CHUNKS
-from raytrain_plus.job.setting_types import flatten
-from raytrain_plus.job.settings import Schedule
+from raytrain_plus.job.sameness import Kept, kept_settings
+from raytrain_plus.job.settings import Schedule, setting_of
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.parallel.pipeline.layout import chunk_stages
 
@@ -137,7 +139,7 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             "3 holders of each row, but there are",
         ),
         (GOOD, ["parallel.sharded=optimizer"], "the state of one worker is not sharded"),
-        (GOOD, ["parallel.holders=0"], "0 is out of range"),
+        (GOOD, ["parallel.holders=0"], "parallel.holders=0: 0 is not allowed"),
         (
             GOOD,
             ["workers.min=4", "parallel.pipeline=2", "parallel.sharded=full"],
@@ -363,84 +365,66 @@ def test_which_changes_keep_a_job_the_same(tmp_path: Path) -> None:
     assert other.same_as(resolved) == ["args", "seed", "data.batch_size"]
 
 
-KEPT = {
-    "task": "a:B",
-    "args": "{width: 9}",
-    "seed": "7",
-    "data.path": "elsewhere",
+SETTINGS = {key: kept for key, kept, _ in kept_settings(Job)}
+PLACES = ("data.path", "data.dataset", "data.mix")
+"""The first excludes the others."""
+LENGTHS = ("steps", "epochs")
+
+
+def test_every_setting_says_whether_a_run_keeps_it() -> None:
+    assert [key for key, kept in SETTINGS.items() if kept is None] == []
+
+
+OTHER = {
     "data.columns": "[pixels, label]",
-    "data.image_size": "[32, 48]",
-    "data.batch_size": "24",
-    "data.shards": "6",
-    "data.shuffle": "none",
-    "data.transform": "a:augment",
-    "data.collate": "pad",
-    "data.tokenizer": "saved",
-    "data.pack": "32",
-    "data.on_error": "skip",
-    "data.granule": "7",
-    "steps": "11",
-    "early_stop": "{metric: loss, patience: 3}",
-    "workers.threads": "2",
-    "parallel.microbatches": "4",
-    "parallel.tensor": "2",
-    "reduction": "exact",
-    "compression": "bf16",
-    "precision": "bf16",
-    "compile": "true",
-    "ema": "{decay: 0.9}",
-    "clip_norm": "1.5",
-}
-"""Settings that a run keeps for life: a job with other values is a different job."""
-FREE = {
-    "name": "other",
-    "data.prepare": "a:prepare",
-    "data.format": "csv",
-    "data.cache_mb": "5",
-    "workers.min": "1",
-    "workers.max": "4",
-    "workers.spares": "1",
-    "workers.standby": "false",
-    "workers.cpus": "2",
-    "workers.gpus": "1",
-    "workers.accelerator": "H100",
-    "parallel.pipeline": "1",
     "parallel.schedule": "gpipe",
-    "parallel.sharded": "optimizer",
-    "parallel.holders": "1",
-    "parallel.partition": "[a, b]",
-    "parallel.commit_every": "4",
-    "collective": "torch",
-    "elastic.hang_timeout_s": "5",
-    "elastic.max_failures": "3",
-    "elastic.wait_s": "5",
-    "elastic.copy_every": "5",
-    "elastic.stop_grace_s": "5",
-    "elastic.on_nonfinite": "skip",
-    "checkpoint.every_steps": "5",
-    "checkpoint.every_s": "5",
-    "checkpoint.keep": "5",
+    "ema": "{decay: 0.9}",
     "checkpoint.keep_best": "{metric: loss}",
     "evaluate": "{path: x, every_steps: 3}",
-    "recompute": "full",
-    "offload": "optimizer",
+    "early_stop": "{metric: loss, patience: 3}",
     "profile": "{steps: [2, 4]}",
-    "trackers": "[mlflow]",
-    "storage": "elsewhere",
 }
-"""Settings that may change when a run is resumed."""
+"""A value of each setting whose type says too little."""
 
 
-@pytest.mark.parametrize("key", [*KEPT, *FREE])
-def test_which_settings_make_a_different_job(tmp_path: Path, key: str) -> None:
-    # Stages do not go together with skipped rows; and of STAGES there is one replica, whose state is not sharded.
-    alone = ("data.on_error", "parallel.sharded")
-    text = GOOD + "evaluate: {path: held/out, every_steps: 3}\n" + STAGES * (key not in alone)
-    # The state of one worker is not sharded.
-    size = ["workers.min=2"] * (key == "parallel.sharded")
-    before, after = load(tmp_path, text, *size), load(tmp_path, text, *size, f"{key}={(KEPT | FREE)[key]}")
-    assert before != after
-    assert after.same_as(before.to_yaml()) == ([key] if key in KEPT else [])
+def values_of(hint: Any) -> Iterator[str]:
+    """Yield some values of a type, as YAML."""
+    for one in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
+        if get_origin(one) is Literal:
+            yield from map(str, get_args(one))
+        else:
+            yield from {
+                bool: ["true", "false"],
+                int: ["1", "2", "4", "7", "24", "32"],
+                float: ["1", "0.5", "7"],
+                str: ["a:b", "elsewhere"],
+                Sequence[str]: ["[a, b]", "[mlflow]"],
+                Sequence[int]: ["[32, 48]"],
+                Mapping[str, Any]: ["{width: 9}"],
+            }.get(one, [])
+
+
+EVALUATED = GOOD + "evaluate: {path: held/out, every_steps: 3}\n"
+BASES = [(EVALUATED + STAGES, ()), (EVALUATED, ("workers.min=2",)), (EVALUATED, ())]
+
+
+@pytest.mark.parametrize("key", [key for key in SETTINGS if key not in (*PLACES[1:], *LENGTHS[1:])])
+def test_a_job_with_another_value_is_the_same_only_if_no_run_keeps_the_setting(tmp_path: Path, key: str) -> None:
+    kept = SETTINGS[key]
+    found = 0
+    for text, size in BASES:
+        before = load(tmp_path, text, *size)
+        for value in [OTHER[key]] if key in OTHER else values_of(setting_of(key).hint):
+            try:
+                after = load(tmp_path, text, *size, f"{key}={value}")
+            except JobError:
+                continue
+            if before != after:
+                found += 1
+                always = kept in (Kept.ALWAYS, Kept.UNLESS_RESUMED)
+                assert after.same_as(before.to_yaml()) == ([key] if always else [])
+                assert after.same_as(before.to_yaml(), resumes=True) == ([key] if kept is Kept.ALWAYS else [])
+    assert found
 
 
 def test_a_run_from_before_a_setting_existed_is_still_the_same_job(tmp_path: Path) -> None:
@@ -506,11 +490,7 @@ def test_schedules_with_two_chunks_are_those_of_the_layout() -> None:
     assert {one for one in schedules if len(chunk_stages(one, 2)) == 4} == set(TWO_CHUNKS)
 
 
-def test_every_setting_is_either_kept_or_free(tmp_path: Path) -> None:
-    groups = {key.partition(".")[0] for key in FREE} | {key.rpartition(".")[0] for key in KEPT | FREE} - {""}
-    settings = {key for key, _ in flatten(load(tmp_path, GOOD))} - groups
-    # Three are kept in the same way, in place of others.
-    assert settings - {"epochs", "data.dataset", "data.mix"} <= set(KEPT | FREE)
+def test_a_run_keeps_what_stands_in_place_of_others(tmp_path: Path) -> None:
     by_epochs = GOOD.replace("steps: 10", "epochs: 2")
     assert load(tmp_path, by_epochs, "epochs=3").same_as(load(tmp_path, by_epochs).to_yaml()) == ["epochs"]
     returned = GOOD.replace("path: data/digits", "dataset: a:b")

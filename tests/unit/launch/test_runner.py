@@ -276,11 +276,11 @@ def test_an_edited_task_of_an_unfinished_or_extended_run_gives_a_warning(
     for status in ("", "finished"):
         began(job, tmp_path, status)
         longer = replace(job, steps=12) if status else job
-        preflight.order_of(longer, roots=[tmp_path], may_change=("steps",))
+        preflight.order_of(longer, roots=[tmp_path], resumes=True)
         assert "source" not in capsys.readouterr().err
         with (tmp_path / "job_code.py").open("a") as file:
             file.write("# edited\n")
-        order = preflight.order_of(longer, roots=[tmp_path], may_change=("steps",))
+        order = preflight.order_of(longer, roots=[tmp_path], resumes=True)
         assert not isinstance(order, Result)
         assert order.task_modules == source_digests(job, [tmp_path])
         warning = "warning: the task's source has changed since this run was last started: job_code\n"

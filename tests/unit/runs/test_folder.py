@@ -88,12 +88,12 @@ def test_a_finished_run_may_continue_to_more_steps(run: Folder) -> None:
     longer = replace(JOB, steps=9, args={"width": 3})
     with pytest.raises(InputError, match="they differ in args, steps"):
         earlier_result(run, longer, fresh=False)
-    assert earlier_result(run, longer, fresh=False, may_change=("args", "steps")) is None
+    assert earlier_result(run, longer, fresh=False, resumes=True) is None
     with pytest.raises(InputError, match="they differ in seed") as caught:
-        earlier_result(run, replace(longer, seed=1), fresh=False, may_change=("args", "steps"))
-    assert caught.value.remedy == "only args and steps may change when a run is resumed; to start over, use run --fresh"
-    with pytest.raises(InputError, match="only args, steps and early_stop may change"):
-        earlier_result(run, replace(longer, seed=1), fresh=False, may_change=("args", "steps", "early_stop"))
+        earlier_result(run, replace(longer, seed=1), fresh=False, resumes=True)
+    assert caught.value.remedy == (
+        "only args, steps and early_stop may change when a run is resumed; to start over, use run --fresh"
+    )
 
 
 def test_a_folder_that_is_not_a_run_is_refused(run: Folder) -> None:
