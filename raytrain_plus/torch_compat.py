@@ -43,6 +43,8 @@ DEAR_OPERATIONS = frozenset(
 """Operations that take more time than their results take memory: matrix products, convolutions and attention."""
 
 
+_CLAMPED_TOGETHER = 64 << 20
+"""Maximum bytes that are clamped at a time: as much memory is needed beside them."""
 _NORM_PART = 1 << 16
 """Numbers that a norm on a CPU converts at a time."""
 
@@ -108,6 +110,21 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         values.append(source)
     for into, values in alike.values():
         torch._foreach_copy_(into, values)
+
+
+def clamp_each(tensors: Sequence[torch.Tensor], limit: float) -> None:
+    """Clamp each number of some tensors to at most `limit` in magnitude, in place; what is not finite becomes NaN."""
+    real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+    while real:
+        size, count = 0, 0
+        while count < len(real) and (not count or size + real[count].nbytes <= _CLAMPED_TOGETHER):
+            size += real[count].nbytes
+            count += 1
+        some, real = real[:count], real[count:]
+        zeros = torch._foreach_mul(some, 0.0)
+        torch._foreach_clamp_min_(some, -limit)
+        torch._foreach_clamp_max_(some, limit)
+        torch._foreach_add_(some, zeros)
 
 
 def add_each(targets: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:

@@ -21,6 +21,7 @@ _SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "`compile: true`": {"compile": True},
     "`compile: true` with `recompute`": {"compile": True, "recompute": "selective"},
     "`compression: fp16`, `bf16`": {"compression": "bf16"},
+    "`clip_value`": {"clip_value": 1.0},
     "`clip_norm`": {"clip_norm": 1.0},
     "`offload: optimizer`": {"offload": "optimizer"},
     "`ema`": {"ema": Ema(decay=0.9)},

@@ -367,6 +367,10 @@ class Job:
     """Whether `torch.compile` compiles each layer's forward and backward pass; a model that does not declare its layers
     is compiled whole. Default false. Each shape of a microbatch is compiled once, before the worker joins."""
 
+    clip_value: Annotated[float | None, bounds.above_zero, KEPT] = None
+    """Maximum magnitude of each element of the gradient; larger ones are clamped to it, before `clip_norm`. Default
+    None: no clamping."""
+
     clip_norm: Annotated[float | None, bounds.above_zero, KEPT] = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
 

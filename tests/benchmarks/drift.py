@@ -134,7 +134,7 @@ def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[fl
         task = Images(dtype)
         with BUILDS:
             built = build_model(task, SEED, CPU)
-        state = TrainState(task, [built], seed=SEED, shards=SHARDS, clip_norm=None, device=CPU, exact=exact)
+        state = TrainState(task, [built], seed=SEED, shards=SHARDS, device=CPU, exact=exact)
         one = whole_steps(state)
         world = SoloWorld() if workers == 1 else RingWorld(rank, ring)
         control = Control()

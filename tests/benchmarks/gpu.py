@@ -291,10 +291,9 @@ def own_loop(setting: Setting, one: Contestant, clip_norm: float | None) -> Step
         [build_model(made, 0, setting.device)],
         seed=0,
         shards=one.shards,
-        clip_norm=clip_norm,
         device=setting.device,
         exact=one.exact,
-        technique=Technique(Precision("bf16", setting.device), compiled=setting.compiled),
+        technique=Technique(Precision("bf16", setting.device), compiled=setting.compiled, clip_norm=clip_norm),
     )
     steps, control = whole_steps(state), Control()
     control.begin(0)

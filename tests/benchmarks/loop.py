@@ -132,7 +132,6 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
         [built],
         seed=job.seed,
         shards=job.data.shards,
-        clip_norm=None,
         device=device,
         exact=job.reduction == "exact",
     )

@@ -111,7 +111,7 @@ def member(seat: int, schedule: Schedule, layers: int, width: int, pad_s: float,
         for chunk, stage in enumerate(where)
         if stage == place.stage
     ]
-    state = TrainState(task, build_chunks(task, 0, CPU, chunks), seed=0, shards=SHARDS, clip_norm=None, device=CPU)
+    state = TrainState(task, build_chunks(task, 0, CPU, chunks), seed=0, shards=SHARDS, device=CPU)
     control = Control()
     control.begin(0)
     context = StepContext(world=ring, control=control, wait_s=LIMIT_S)

@@ -98,7 +98,7 @@ def ours(
     """Return what makes a step here, and returns its loss; and what makes its forward pass alone."""
     link = Link(rank, ranks)
     built = build_chunks(task, 0, CPU, [list(task.layers())], Slicing(task.tensor(), ranks, link))
-    state = TrainState(task, built, seed=0, shards=1, clip_norm=None, device=CPU, link=link)
+    state = TrainState(task, built, seed=0, shards=1, device=CPU, link=link)
     steps = SynchronousSteps(state, replica_stage(Synchronous, state, world, schedule="1f1b", stages=1))
     control = Control()
     control.begin(0)

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
@@ -224,9 +225,8 @@ def state_of(made: ByteGPT, technique: Technique) -> TrainState:
         [build_model(made, 0, CPU)],
         seed=0,
         shards=1,
-        clip_norm=CLIP_NORM,
         device=CPU,
-        technique=technique,
+        technique=replace(technique, clip_norm=CLIP_NORM),
     )
 
 

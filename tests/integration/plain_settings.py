@@ -311,6 +311,7 @@ class Loop:
     optimizer: Callable[[Named, Any], torch.optim.Optimizer] = sgd
     scheduler: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: None
     microbatches: int = 1
+    clip_value: float | None = None
     clip_norm: float | None = None
 
 
@@ -338,6 +339,7 @@ LOOPS: dict[str, Loop] = {
     "amsgrad": Loop(optimizer=of_torch(torch.optim.AdamW, lr=1e-2, amsgrad=True), microbatches=3),
     "adagrad": Loop(optimizer=of_torch(torch.optim.Adagrad, lr=0.05)),
     "a warm start": Loop(scheduler=lambda one: schedules.warmup_cosine(one, 8, warmup=0.3), clip_norm=0.5),
+    "clamped means": Loop(loss=strong, clip_value=0.02, clip_norm=0.3, microbatches=2),
     "a recurrent net": Loop(Recurrent, clip_norm=1.0),
     "layer norms": Loop(lambda: Net(nn.LayerNorm(16)), microbatches=6),
     "tokens": Loop(Tokens, by_tokens),

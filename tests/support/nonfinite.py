@@ -133,9 +133,7 @@ def together(
         replica, stage, _ = shape.place(seat)
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
-        state = TrainState(
-            task, built, seed=1, shards=SHARDS, clip_norm=None, device=CPU, exact=exact, bucket_bytes=bucket_bytes
-        )
+        state = TrainState(task, built, seed=1, shards=SHARDS, device=CPU, exact=exact, bucket_bytes=bucket_bytes)
         peers, split = Threads(stage, mails[replica]), partial(replica_stage, schedule=schedule, stages=shape.stages)
         one: Any
         if schedule == "pipedream":

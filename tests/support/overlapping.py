@@ -98,7 +98,6 @@ def together(
             built,
             seed=SEED,
             shards=SHARDS,
-            clip_norm=None,
             device=CPU,
             bucket_bytes=300,
             technique=technique,

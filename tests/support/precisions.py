@@ -52,15 +52,16 @@ def batches(step: int, slope: float = 1.0) -> dict[int, list[Microbatch]]:
     return made
 
 
-def steps_of(name: Name, task: Task, exact: bool = False, decay: float | None = None) -> SynchronousSteps:
+def steps_of(
+    name: Name, task: Task, exact: bool = False, decay: float | None = None, clip_value: float | None = None
+) -> SynchronousSteps:
     state = TrainState(
         task,
         [build_model(task, 1, CPU)],
         seed=1,
         shards=SHARDS,
-        clip_norm=1.0,
         device=CPU,
         exact=exact,
-        technique=Technique(Precision(name), decay=decay),
+        technique=Technique(Precision(name), decay=decay, clip_value=clip_value, clip_norm=1.0),
     )
     return whole_steps(state)

@@ -214,11 +214,10 @@ def state_of(task: Task, built: Any, exact: bool, technique: Technique = PLAIN) 
         built,
         seed=SEED,
         shards=SHARDS,
-        clip_norm=0.5,
         device=CPU,
         exact=exact,
         bucket_bytes=300,
-        technique=technique,
+        technique=replace(technique, clip_norm=0.5),
     )
 
 

@@ -81,7 +81,6 @@ def build_state(
         built,
         seed=job.seed,
         shards=job.data.shards,
-        clip_norm=job.clip_norm,
         device=device,
         exact=job.reduction == "exact",
         make_wire=_wire(job),

@@ -36,9 +36,10 @@ class LayerSums(StepSums):
         *,
         shards: int,
         device: torch.device,
+        clip_value: float | None = None,
     ) -> None:
         """Prepare the sums of these parts, one for each layer; `head` has no gradients, and carries the rider."""
-        super().__init__(parts, trained, tied, shards=shards, device=device)
+        super().__init__(parts, trained, tied, shards=shards, device=device, clip_value=clip_value)
         self.head = head
         self.rider = Rider(head, [part.buffers for part in parts], shards)
         self._kept = {name for names in self._tied for name in names}
@@ -115,6 +116,7 @@ class LayerSums(StepSums):
         found = {
             name: value.grad for name, value in self._of(part) if name not in self._kept and value.grad is not None
         }
+        self._clamp(found.values())
         self._measured.append((list(found), Norms(list(found.values()))))
         self._rows.keep_gradients(found)
 
@@ -147,6 +149,7 @@ class LayerSums(StepSums):
         left = super().add_tied(exchange, settled, absent)
         tied = {name: value.grad for name, value in self._trained if name in self._kept and value.grad is not None}
         if settled and tied:
+            self._clamp(tied.values())
             measured = [name for name in tied if name not in self._copies]
             self._measured.append((measured, Norms([tied[name] for name in measured])))
             self._rows.keep_gradients(tied)

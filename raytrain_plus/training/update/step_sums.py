@@ -16,6 +16,7 @@ from raytrain_plus.collective.exact import ExactSum, Reading
 from raytrain_plus.collective.world import Work
 from raytrain_plus.device_copies import Numbers, from_host, read_together
 from raytrain_plus.parallel.pipeline.layout import tied_groups
+from raytrain_plus.torch_compat import clamp_each
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.step_metrics import OwnMetrics, check_same, means, number_of
@@ -39,11 +40,12 @@ class StepSums:
         *,
         shards: int,
         device: torch.device,
+        clip_value: float | None = None,
     ) -> None:
         """Prepare the sums of these parts.
 
         `trained`: the weights of the parts that are trained. `tied`: parameters of the whole model that are copies ->
-        the parameters they copy.
+        the parameters they copy. `clip_value`: the largest magnitude of an element of the gradient, if it has one.
         """
         self._parts = parts
         self._rows = trained
@@ -53,6 +55,7 @@ class StepSums:
         self._tied = [names for names in tied_groups(tied) if not own.keys().isdisjoint(names)]
         self._shards = shards
         self._device = device
+        self._clip_value = clip_value
         self.loss_factor = 1.0
         """By what each microbatch's loss is multiplied in this step; its gradients are divided by it."""
         self.rider = Rider(parts[0].gradients, [part.buffers for part in parts], shards)
@@ -235,9 +238,18 @@ class StepSums:
         return absent
 
     def hand_over(self) -> None:
-        """Begin to copy the gradients to where the optimizer is, if that is elsewhere."""
+        """Clamp the gradients, if their elements are limited, and begin to copy them to the optimizer elsewhere."""
+        if self._clip_value is None and not self._rows.keeps_gradients:
+            return
+        gradients = {name: _gradient(value) for name, value in self._trained}
+        self._clamp(gradients.values())
         if self._rows.keeps_gradients:
-            self._rows.keep_gradients({name: _gradient(value) for name, value in self._trained})
+            self._rows.keep_gradients(gradients)
+
+    def _clamp(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Clamp the elements of some means; an infinite one becomes NaN, so that its step is refused as ever."""
+        if self._clip_value is not None:
+            clamp_each(list(gradients), self._clip_value)
 
     def norms(self) -> GradientNorms:
         """Measure the norm of each parameter's gradient, tied parameters once, and of the buffers' changes."""

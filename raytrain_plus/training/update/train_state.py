@@ -85,7 +85,6 @@ class TrainState:
         *,
         seed: int,
         shards: int,
-        clip_norm: float | None,
         device: torch.device,
         exact: bool = False,
         make_wire: MakeWire = ring_wire,
@@ -105,7 +104,7 @@ class TrainState:
         Raises `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
         self.task, self.device, self.shards, self.technique = task, device, shards, technique
-        self.division, self._rebuild, self._clip_norm = division, rebuild, clip_norm
+        self.division, self._rebuild = division, rebuild
         self.link = link or Link()
         """Reaches the workers that host the other slices of these layers."""
         self.tied: Mapping[str, str] = {}
@@ -235,8 +234,9 @@ class TrainState:
             self.counts[SKIPPED] += 1
             self.last_applied = held.step
             return
-        if self._clip_norm is not None and norm > self._clip_norm:
-            self.sums.scale(self._clip_norm / (norm + 1e-6))
+        limit = self.technique.clip_norm
+        if limit is not None and norm > limit:
+            self.sums.scale(limit / (norm + 1e-6))
         self.last_applied = None
         self._change(held)
         for part in self.parts:
@@ -483,14 +483,29 @@ class TrainState:
         self.gathered: GatheredLayer | None = None
         """The weights of layers that have memory only while their layer computes; None if all have memory."""
         if self._rebuild is None:
-            return StepSums(self.parts, self.trained, self.tied, shards=self.shards, device=self.device)
+            return StepSums(
+                self.parts,
+                self.trained,
+                self.tied,
+                shards=self.shards,
+                device=self.device,
+                clip_value=self.technique.clip_value,
+            )
         trained = self.trained
         layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
         self.gathered = GatheredLayer(trained, layers)
         wire = wires(make_wire, self.shards if exact else None)
         device = self.device
         head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header", device=device)
-        return LayerSums(self.parts, trained, self.tied, head, shards=self.shards, device=device)
+        return LayerSums(
+            self.parts,
+            trained,
+            self.tied,
+            head,
+            shards=self.shards,
+            device=device,
+            clip_value=self.technique.clip_value,
+        )
 
     def _build_optimizer(self) -> None:
         """Build optimizer, scheduler and averages of the weights that are changed here."""

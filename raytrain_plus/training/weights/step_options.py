@@ -1,4 +1,4 @@
-"""How a job makes its steps, in one value: precision, layers compiled or computed again, averages, offload."""
+"""How a job makes its steps: precision, layers compiled or computed again, averages, offload, clipping."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Technique:
     """That of the weights' averages (`averages`), if any are kept."""
     offloads: bool = False
     """Whether the optimizer, with the weights that it changes, is in the host's memory."""
+    clip_value: float | None = None
+    """The largest magnitude of an element of the gradient; None for any."""
+    clip_norm: float | None = None
+    """The largest norm of the gradient after that; None for any."""
 
     def apply(self, built: Built, recall: Callable[[str], None] = lambda layer: None) -> dict[str, nn.Parameter]:
         """Change a model, or layers of it, in place; return the masters of its parameters (`masters`), by name.
@@ -62,4 +66,6 @@ def technique_of(job: Job, device: torch.device) -> Technique:
         varying=job.data.collate in ("pad", "pack"),
         decay=None if job.ema is None else job.ema.decay,
         offloads=job.offload == "optimizer",
+        clip_value=job.clip_value,
+        clip_norm=job.clip_norm,
     )

@@ -15,7 +15,7 @@ from tests.integration.tasks import write_data
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
 STEPS = 24
-USUAL = ("clamped gradients", "tokens in microbatches")
+USUAL = ("clamped gradients", "clamped means", "tokens in microbatches")
 
 
 def job(tmp_path: Path, setting: str, **changes: Any) -> Job:
@@ -27,6 +27,7 @@ def job(tmp_path: Path, setting: str, **changes: Any) -> Job:
         "seed": 5,
         "data": Data(path=str(data), batch_size=48, shards=8),
         "steps": STEPS,
+        "clip_value": loop.clip_value,
         "clip_norm": loop.clip_norm,
         "parallel": Parallel(microbatches=loop.microbatches),
         "reduction": "exact",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ SHARDS, STEPS, HOLDERS = 6, 6, 2
 SETTINGS: dict[str, Any] = {
     "seed": 3,
     "shards": SHARDS,
-    "clip_norm": 0.5,
     "exact": True,
     "bucket_bytes": 300,
 }
@@ -137,7 +137,7 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = (), *, full: 
         task,
         () if full else [build_model(task, 3, device)],
         device=device,
-        technique=technique,
+        technique=replace(technique, clip_norm=0.5),
         division=Division(frozenset(undivided), {}),
         rebuild=(lambda: build_layers(task, 3, device)) if full else None,
         **SETTINGS,
@@ -148,7 +148,9 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = (), *, full: 
 def whole(technique: Technique, full: bool) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the state and the metrics of one worker that holds everything all the time; `full`: of `Layered`."""
     task, device = (Layered() if full else Small()), technique.precision.device
-    state = TrainState(task, [build_model(task, 3, device)], device=device, technique=technique, **SETTINGS)
+    state = TrainState(
+        task, [build_model(task, 3, device)], device=device, technique=replace(technique, clip_norm=0.5), **SETTINGS
+    )
     steps = whole_steps(state)
     for step in range(STEPS):
         steps.run(step, batches(step, range(SHARDS)), context(SoloWorld()))

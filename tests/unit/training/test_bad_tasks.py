@@ -64,7 +64,7 @@ class RaisingOptimizer(Line):
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU))
+    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, device=CPU))
 
 
 def run(one: SynchronousSteps, step: int) -> Applied:

@@ -84,7 +84,6 @@ def figures(
         [Built(nn.Linear(1, 1), ())],
         seed=3,
         shards=3,
-        clip_norm=None,
         device=torch.device("cpu"),
     )
     context = StepContext(world=world, control=control or begun(), wait_s=10.0)
@@ -254,7 +253,7 @@ def evaluated(
     `rules`: those in the state of an earlier version.
     """
     built = [Built(nn.Linear(1, 1), ())]
-    state = TrainState(task, built, seed=3, shards=shards, clip_norm=None, device=torch.device("cpu"))
+    state = TrainState(task, built, seed=3, shards=shards, device=torch.device("cpu"))
 
     if rules is not None:
         before = state.snapshot()

@@ -51,7 +51,7 @@ KINDS = ("none", "exponential", "cosine", "one cycle")
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(TrainState(task, [build_model(task, 1, CPU)], seed=1, shards=1, clip_norm=None, device=CPU))
+    return whole_steps(TrainState(task, [build_model(task, 1, CPU)], seed=1, shards=1, device=CPU))
 
 
 def made(task: Task, steps: range, one: SynchronousSteps | None = None) -> tuple[SynchronousSteps, list[Any]]:

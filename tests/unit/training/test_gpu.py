@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,10 +87,9 @@ def state_of(shards: int, exact: bool = False, technique: Technique | None = Non
         [built],
         seed=0,
         shards=shards,
-        clip_norm=0.5,
         device=DEVICE,
         exact=exact,
-        technique=technique,
+        technique=replace(technique, clip_norm=0.5),
     )
 
 
@@ -384,9 +384,8 @@ def in_layers(task: Task, shards: int) -> SynchronousSteps:
             (),
             seed=0,
             shards=shards,
-            clip_norm=0.5,
             device=DEVICE,
-            technique=Technique(Precision("bf16", DEVICE)),
+            technique=Technique(Precision("bf16", DEVICE), clip_norm=0.5),
             rebuild=lambda: build_layers(task, 0, DEVICE),
         )
     )

@@ -165,7 +165,7 @@ def test_a_clamped_gradient_is_the_same_whatever_the_shards(shards: int) -> None
             return model(batch).mean()
 
     task = Clamp()
-    one = whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=shards, clip_norm=None, device=CPU))
+    one = whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=shards, device=CPU))
     rows = 8 // shards
     given = {shard: [Microbatch(torch.full((rows, 1), 10.0), rows)] for shard in range(shards)}
     one.run(0, given, context(SoloWorld()))
@@ -213,7 +213,7 @@ def test_layers_that_are_gathered_train_as_a_plain_loop(kind: type[Hooked], exac
         (),
         seed=SEED,
         shards=SHARDS,
-        clip_norm=0.5,
+        technique=Technique(clip_norm=0.5),
         device=CPU,
         exact=exact,
         bucket_bytes=300,

@@ -29,6 +29,7 @@ from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.support.nonfinite import BUCKET_BYTES, CPU, NAMES, SHARDS, Risky, batches, together
 from tests.support.stages import Ring, RingWorld, one_computes_at_a_time
 from tests.unit.parallel.pipeline.replicas import at_once
@@ -44,12 +45,19 @@ def control() -> Control:
 
 
 def alone(
-    exact: bool = False, skip: bool = False, clip_norm: float | None = None, task: Task | None = None
+    exact: bool = False, skip: bool = False, technique: Technique = PLAIN, task: Task | None = None
 ) -> SynchronousSteps:
     task = task or Risky()
     built = build_model(task, 1, CPU)
     state = TrainState(
-        task, [built], seed=1, shards=SHARDS, clip_norm=clip_norm, device=CPU, exact=exact, bucket_bytes=BUCKET_BYTES
+        task,
+        [built],
+        seed=1,
+        shards=SHARDS,
+        technique=technique,
+        device=CPU,
+        exact=exact,
+        bucket_bytes=BUCKET_BYTES,
     )
     return whole_steps(state, skip_nonfinite=skip)
 
@@ -68,9 +76,9 @@ NAMED = r"gradient of step 2 is not finite in shard 1, first in the parameter 'c
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
-def test_a_nonfinite_gradient_is_never_applied_and_is_named(exact: bool, clip_norm: float | None) -> None:
-    one = alone(exact, clip_norm=clip_norm)
+@pytest.mark.parametrize("technique", [PLAIN, Technique(clip_norm=0.5), Technique(clip_value=0.1)], ids=str)
+def test_a_nonfinite_gradient_is_never_applied_and_is_named(exact: bool, technique: Technique) -> None:
+    one = alone(exact, technique=technique)
     for step in range(2):
         run(one, step)
     before = sha(one)
@@ -86,7 +94,7 @@ def test_the_norm_of_every_step_is_reported(exact: bool) -> None:
     gradients = [value.grad.flatten() for _, value in one.state.named if value.grad is not None]
     assert free.grad_norm == pytest.approx(float(torch.cat(gradients).double().norm()), rel=1e-12)
     # Before clipping.
-    assert run(alone(exact, clip_norm=free.grad_norm / 10), 0).grad_norm == free.grad_norm
+    assert run(alone(exact, technique=Technique(clip_norm=free.grad_norm / 10)), 0).grad_norm == free.grad_norm
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -36,6 +36,7 @@ TECHNIQUES = {
     "plain": PLAIN,
     "masters and averages": Technique(Precision("bf16-params", CPU), decay=0.9),
     "fp16": Technique(Precision("fp16", CPU)),
+    "clamped": Technique(clip_value=0.02),
 }
 EACH = pytest.mark.parametrize("technique", TECHNIQUES.values(), ids=TECHNIQUES)
 FULL = pytest.mark.parametrize("full", [False, True], ids=["optimizer", "full"])
@@ -64,7 +65,7 @@ def run(steps: SynchronousSteps) -> SynchronousSteps:
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_a_worker_alone_has_the_same_bits(technique: Technique, exact: bool, clip_norm: float | None) -> None:
     plain, offloaded = (
-        run(made(one, exact=exact, clip_norm=clip_norm)) for one in (technique, replace(technique, offloads=True))
+        run(made(replace(technique, clip_norm=clip_norm, offloads=one), exact=exact)) for one in (False, True)
     )
     assert differing(joined([offloaded.state]), joined([plain.state])) == []
     assert metrics_of(offloaded, SoloWorld(), range(SHARDS)) == metrics_of(plain, SoloWorld(), range(SHARDS))

@@ -67,7 +67,7 @@ def test_a_step_waits_once(width: int, names: list[str], exact: bool) -> None:
     """Small buffers travel with the first bucket; large ones before it, on every replica alike."""
     task, world = Norm(width), Pair()
     built = [build_model(task, 0, CPU)]
-    state = TrainState(task, built, seed=0, shards=2, clip_norm=None, device=CPU, exact=exact)
+    state = TrainState(task, built, seed=0, shards=2, device=CPU, exact=exact)
     steps = whole_steps(state)
     context = StepContext(world=world, control=Control(), wait_s=1)
     batches = {shard: [Microbatch(torch.randn(ROWS, 2), ROWS)] for shard in range(2)}

@@ -43,7 +43,7 @@ def test_the_flags_of_the_optimizer_are_kept(flags: dict[str, bool], precision: 
 
     def state() -> TrainState:
         built = build_model(task, 0, CPU)
-        return TrainState(task, [built], seed=0, shards=1, clip_norm=None, device=CPU, technique=technique)
+        return TrainState(task, [built], seed=0, shards=1, device=CPU, technique=technique)
 
     def kept(one: TrainState) -> bool:
         assert one.optimizer is not None

@@ -95,7 +95,7 @@ def microbatches(task: Task, shard: int) -> list[Microbatch]:
 
 
 def state_of(task: Task) -> TrainState:
-    return TrainState(task, [build_model(task, SEED, CPU)], seed=SEED, shards=SHARDS, clip_norm=None, device=CPU)
+    return TrainState(task, [build_model(task, SEED, CPU)], seed=SEED, shards=SHARDS, device=CPU)
 
 
 def test_a_step_is_the_step_of_a_plain_loop() -> None:

@@ -27,7 +27,9 @@ from tests.support.stages import CPU
 from tests.unit.parallel.pipeline import replicas
 
 
-def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, torch.Tensor]]:
+def by_hand(
+    shape: Shape, windows: list[range], clip_value: float = math.inf
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Compute the same in one process, by definition: each pass by hand, with the weights of that many steps ago."""
     task = Smooth()
     modules = [build_chunks(task, SEED, CPU, [names])[0].module for names in chunks_of(shape.stages)]
@@ -106,6 +108,7 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
                                     for shard in batches(step, tuple(range(SHARDS))).values()
                                     for one in shard
                                 )
+                                value.grad.clamp_(-clip_value, clip_value)
                             optimizers[stage].step()
                             history[stage][-1] = {
                                 name: value.detach().clone() for name, value in modules[stage].named_parameters()
@@ -120,10 +123,14 @@ def by_hand(shape: Shape, windows: list[range]) -> tuple[list[float], dict[str, 
 WINDOWS = [range(4), range(4, 5), range(5, 9)]
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 2), Shape(1, 4), Shape(2, 2)], ids=str)
-def test_weights_and_losses_are_those_of_the_definition(shape: Shape) -> None:
-    losses, weights = by_hand(shape, WINDOWS)
-    told = together(shape, WINDOWS)
+@pytest.mark.parametrize(
+    ("shape", "clip_value"),
+    [(Shape(1, 2), None), (Shape(1, 2), 0.01), (Shape(1, 4), None), (Shape(2, 2), 0.01)],
+    ids=str,
+)
+def test_weights_and_losses_are_those_of_the_definition(shape: Shape, clip_value: float | None) -> None:
+    losses, weights = by_hand(shape, WINDOWS, clip_value or math.inf)
+    told = together(shape, WINDOWS, technique=Technique(clip_value=clip_value))
     for applied, own, one in told:
         assert [step.loss for step in applied] == pytest.approx(losses, rel=1e-6)
         assert one.state.last_applied == 8

@@ -124,9 +124,10 @@ def test_evaluation_computes_in_the_same_format(name: Name) -> None:
     assert found["loss"] == pytest.approx(math.log(3), abs=0.5)
 
 
+@pytest.mark.parametrize("clip_value", [None, 1e-3])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_that_overflows_is_computed_again_with_half_the_scale(exact: bool) -> None:
-    one, lower = steps_of("fp16", Overflowing(), exact), steps_of("fp16", Overflowing(), exact)
+def test_a_step_that_overflows_is_computed_again_with_half_the_scale(exact: bool, clip_value: float | None) -> None:
+    one, lower = (steps_of("fp16", Overflowing(), exact, clip_value=clip_value) for _ in range(2))
     first = LossScale(FIRST)
     assert one.state.loss_scale == first
     for step in range(2):

@@ -46,7 +46,7 @@ class Line(Task):
 
 
 def made(task: Task, steps: int) -> list[Applied]:
-    state = TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=1, clip_norm=None, device=CPU)
+    state = TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=1, device=CPU)
     made = whole_steps(state)
     batch = Microbatch(torch.ones(2, 2), rows=2)
     return [made.run(step, {0: [batch]}, context(SoloWorld())) for step in range(steps)]

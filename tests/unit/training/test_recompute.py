@@ -55,9 +55,8 @@ def trained(recompute: Recompute, precision: Precision = FP32, task: type[Task] 
         [build_model(made, 3, CPU)],
         seed=3,
         shards=SHARDS,
-        clip_norm=0.5,
         device=CPU,
-        technique=Technique(precision, recompute),
+        technique=Technique(precision, recompute, clip_norm=0.5),
     )
     steps = whole_steps(state)
     applied = [steps.run(step, batches(step), context(SoloWorld())) for step in range(STEPS)]

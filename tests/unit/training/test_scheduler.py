@@ -50,7 +50,7 @@ class Line(Task):
 
 
 def state_of(task: Task) -> TrainState:
-    return TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU)
+    return TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, device=CPU)
 
 
 @pytest.mark.parametrize(

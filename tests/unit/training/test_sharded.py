@@ -26,6 +26,7 @@ TECHNIQUES = {
     "plain": PLAIN,
     "masters and averages": Technique(Precision("bf16-params", CPU), decay=0.9),
     "fp16": Technique(Precision("fp16", CPU)),
+    "clamped": Technique(clip_value=0.02),
 }
 
 

@@ -255,6 +255,7 @@ def test_so_it_is_in_16_bits_and_with_layers_computed_again(name: Any) -> None:
     ("shape", "technique"),
     [
         (Shape(2, 2, 2), PLAIN),
+        (Shape(1, 1, 2), Technique(clip_value=0.01)),
         pytest.param(Shape(1, 1, 4), Technique(Precision("bf16"), "full"), marks=pytest.mark.slow),
         pytest.param(Shape(2, 1, 4), PLAIN, marks=pytest.mark.slow),
         pytest.param(Shape(1, 2, 2), Technique(Precision("fp16")), marks=pytest.mark.slow),
@@ -740,7 +741,6 @@ def test_a_state_knows_where_its_slices_are() -> None:
         [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))],
         seed=SEED,
         shards=SHARDS,
-        clip_norm=None,
         device=CPU,
     )
     cuts = state.holding().cuts

@@ -89,7 +89,7 @@ class Line(Task):
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, clip_norm=None, device=CPU))
+    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, device=CPU))
 
 
 def step_of(one: SynchronousSteps, step: int, world: Any = None, microbatches: int = 1) -> Applied:
