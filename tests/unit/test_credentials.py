@@ -21,7 +21,7 @@ from raytrain_plus.cli import main as cli
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.credentials import credential_in, hide_credentials, without_credentials
 from raytrain_plus.errors import DataError, InputError, RunError, StorageError, TaskError, TrainingError
-from raytrain_plus.job.setting_types import fields_of, flatten, nested
+from raytrain_plus.job.setting_types import flatten, settings_of
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.launch.ray_address import check_cluster, dashboard_of, named_dashboard
 from raytrain_plus.runs.folder import Fence
@@ -150,10 +150,10 @@ GOOD = {"task": "examples.digits:Digits", "steps": 2, "data": {"path": "data", "
 
 def settings(cls: type = Job, prefix: str = "") -> Iterator[str]:
     """Yield every key of a job, dotted."""
-    for name, (hint, _) in fields_of(cls).items():
+    for name, setting in settings_of(cls).items():
         yield f"{prefix}{name}"
-        if (group := nested(hint)) is not None:
-            yield from settings(group, f"{prefix}{name}.")
+        if setting.group is not None:
+            yield from settings(setting.group, f"{prefix}{name}.")
 
 
 PLACES = [*settings(), "args.hub", "args.hubs.first", "unknown", "data.unknown"]

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job.setting_types import fields_of, flatten, nested
+from raytrain_plus.job.setting_types import flatten, settings_of
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import load_job, read_job
 from raytrain_plus.launch.preflight import order_of
@@ -437,9 +437,9 @@ def _check_said(loaded: Job, job: Made, name: str) -> None:
 def _said(cls: type, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every given setting as (dotted key, value)."""
     for name, value in values.items():
-        if name not in fields_of(cls):
+        if name not in settings_of(cls):
             raise Fault(f"accepted with the setting {prefix}{name}, which does not exist")
-        group = nested(fields_of(cls)[name][0])
+        group = settings_of(cls)[name].group
         if group is not None and isinstance(value, Mapping):
             yield from _said(group, value, f"{prefix}{name}.")
         else:
