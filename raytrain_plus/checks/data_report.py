@@ -12,11 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrain_plus.data.dataset import both_data
-from raytrain_plus.data.of_job import MixedSource, keeps_rows, mixed_sources, read_factor_of, sample_order_of
+from raytrain_plus.data.of_job import SourceShare, keeps_rows, read_factor_of, sample_order_of, source_shares
 from raytrain_plus.data.paths.page_checksum import LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import class_names, read_unit
+from raytrain_plus.data.sources.converted_source import ConvertedSource, class_names
+from raytrain_plus.data.sources.packing import PackedSource
+from raytrain_plus.data.sources.source import within
 from raytrain_plus.job.settings import Job
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.storage.size_text import size_text
@@ -74,7 +76,7 @@ class DataReport:
     files: int
     without_checksums: tuple[str, ...]
     """Those of the first files without page checksums."""
-    mix: tuple[MixedSource, ...] = ()
+    mix: tuple[SourceShare, ...] = ()
     """The sources of a mix."""
     packed: tuple[str, ...] = ()
     """How the rows were packed, in words: a line for each source of a mix."""
@@ -138,17 +140,18 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
     order, units, wanted = sample_order_of(job, seen), len(seen.unit_rows), list[pa.Table]()
     start, read = time.perf_counter(), 0
     for unit in range(units):
-        wanted.append(without_ids(read_unit(seen, unit)))
+        wanted.append(without_ids(seen.read_unit(unit)))
         read += seen.unit_bytes[unit]
         if read >= SAMPLE_BYTES:
             break
     seconds, factor = time.perf_counter() - start, read_factor_of(order, seen)
     table = pa.concat_tables(wanted)
     files = seen.places
-    packed = [source.packed for source in seen.sources or (seen,) if source.packed is not None]
+    packed = [source.packing for source in within(seen, PackedSource)]
+    made = [one.source.named for one in seen.parts if isinstance(one, (ConvertedSource, PackedSource))]
     return DataReport(
         path=seen.named,
-        converted=None if seen.origin is None else seen.path,
+        converted=made[0] if len(seen.parts) == len(made) == 1 else None,
         rows=seen.rows,
         columns=tuple(_column(table, name) for name in table.column_names),
         row_groups=units,
@@ -161,10 +164,11 @@ def data_report(job: Job, roots: Sequence[Path]) -> DataReport:
         epoch_s=seconds / read * sum(seen.unit_bytes) * (factor or 1),
         files=len(files),
         without_checksums=tuple(map(str, without_checksums(files[:LOOKED_AT]))),
-        mix=mixed_sources(job, seen),
+        mix=source_shares(job, seen),
         classes=tuple(class_names(seen)),
         packed=tuple(
-            (f"source {number}: " if seen.sources else "") + source.line() for number, source in enumerate(packed)
+            (f"source {number}: " if len(seen.parts) > 1 else "") + source.line()
+            for number, source in enumerate(packed)
         ),
         dropped_tokens=sum(source.dropped for source in packed) if packed else None,
     )

@@ -16,19 +16,20 @@ from raytrain_plus.checks.trial_process import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
 from raytrain_plus.data.of_job import (
-    MixedSource,
+    SourceShare,
     check_profiled,
     keeps_rows,
-    mixed_sources,
     odd_sizes,
     read_factor_of,
     sample_order_of,
+    source_shares,
     training_paths,
 )
 from raytrain_plus.data.paths.files import data_exists
 from raytrain_plus.data.paths.page_checksum import HOW, LOOKED_AT, without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.sources.source import alike, check_enough
+from raytrain_plus.data.sources.alike import alike
+from raytrain_plus.data.sources.source import check_enough
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.horovod_usable import choose_collective
 from raytrain_plus.job.settings import Job
@@ -117,7 +118,7 @@ class Report:
     """What is unusual about the number of rows in the steps."""
     trial: Trial | None = None
     """What a trial of the task found; None if nothing of it was run."""
-    mix: tuple[MixedSource, ...] = ()
+    mix: tuple[SourceShare, ...] = ()
     """The sources of a mix."""
     many_passes: str = ""
     """Why GPUs are used badly; empty if they are not."""
@@ -314,7 +315,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         job.name,
         sizes,
         seen.rows,
-        None if seen.items is not None else len(seen.unit_rows),
+        None if seen.by_index else len(seen.unit_rows),
         sample_order.steps,
         read_factor_of(sample_order, seen),
         unformed,
@@ -325,7 +326,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         without_checksums=tuple(map(str, without_checksums(looked_at))),
         odd_sizes=tuple(odd_sizes(job, seen)),
         trial=trial,
-        mix=mixed_sources(job, seen),
+        mix=source_shares(job, seen),
         many_passes=passes,
         kept=keeps_rows(job, seen),
         sharded=sharded,

@@ -175,7 +175,7 @@ class Engine:
 def journal_of(order: RunOrder, run: Claimed, clock: Clock) -> Journal:
     """Return the journal of this run."""
     plan = order.plan
-    rows, epochs = plan.index.rows, plan.job.epochs
+    rows, epochs = plan.data.rows, plan.job.epochs
     end = None if epochs is None else (plan.steps, epochs * rows)
     return Journal(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)
 

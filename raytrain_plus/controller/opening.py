@@ -29,7 +29,7 @@ def open_run(order: RunOrder, run: Claimed, journal: Journal, host: Host) -> Non
             order.job_yaml,
             order.versions,
             host.cluster,
-            plan.index.to_json(),
+            order.dataset,
             host.name,
             relays,
             callbacks_of(order, run),

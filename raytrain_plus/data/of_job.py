@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from raytrain_plus.data.order.mixed_order import AnyOrder, MixedOrder
 from raytrain_plus.data.order.sample_order import SampleOrder, read_factor, steps_of_epochs
 from raytrain_plus.data.reading.transform_block import RowReader, Transform
-from raytrain_plus.data.sources.source import Index
+from raytrain_plus.data.sources.source import Source
+from raytrain_plus.data.sources.tokenized_source import TokenizedSource
 from raytrain_plus.data.values.images import DecodeImages
 from raytrain_plus.data.values.tokens import Tokenized
 from raytrain_plus.errors import InputError
@@ -27,12 +28,12 @@ def training_paths(job: Job) -> dict[str, str]:
     return {key: path for key, path in {"data.path": job.data.path, **mixed}.items() if path is not None}
 
 
-def sample_order_of(job: Job, data: Index) -> AnyOrder:
+def sample_order_of(job: Job, data: Source) -> AnyOrder:
     """Return the sample order that the job trains on."""
     if job.data.mix is not None:
         assert job.steps is not None
         return MixedOrder(
-            [source.unit_rows for source in data.sources],
+            [source.unit_rows for source in data.parts],
             [source["weight"] for source in job.data.mix],
             shards=job.data.shards,
             batch_size=job.data.batch_size,
@@ -59,7 +60,7 @@ def check_profiled(job: Job, steps: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class MixedSource:
+class SourceShare:
     """One source of the mix that a job trains on."""
 
     number: int
@@ -79,13 +80,13 @@ class MixedSource:
         return f"  source {self.number}, {self.path}: {rows}, {share}, {self.epochs:,.2f} epochs"
 
 
-def mixed_sources(job: Job, data: Index) -> tuple[MixedSource, ...]:
+def source_shares(job: Job, data: Source) -> tuple[SourceShare, ...]:
     """Return the sources of the mix that the job trains on; none without a mix."""
     order = sample_order_of(job, data)
     if job.data.mix is None or not isinstance(order, MixedOrder):
         return ()
     return tuple(
-        MixedSource(
+        SourceShare(
             number,
             source.named,
             source.rows,
@@ -93,7 +94,7 @@ def mixed_sources(job: Job, data: Index) -> tuple[MixedSource, ...]:
             order.counts[number] / sum(order.counts),
             order.epochs(number),
         )
-        for number, (source, entry) in enumerate(zip(data.sources, job.data.mix, strict=True))
+        for number, (source, entry) in enumerate(zip(data.parts, job.data.mix, strict=True))
     )
 
 
@@ -105,14 +106,14 @@ def steps_of(job: Job, rows: int) -> int:
     return steps_of_epochs(rows, shards, job.data.batch_size // shards, job.epochs)
 
 
-def evaluation_order_of(job: Job, data: Index) -> SampleOrder:
+def evaluation_order_of(job: Job, data: Source) -> SampleOrder:
     """Return the sample order of the held-out data: one epoch, unshuffled, divided over the shards."""
     return SampleOrder(
         data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size, seed=0, shuffle="none", epochs=1
     )
 
 
-def odd_sizes(job: Job, data: Index) -> list[str]:
+def odd_sizes(job: Job, data: Source) -> list[str]:
     """Return what is unusual about the number of rows in the steps of a job, in words."""
     size = job.data.batch_size
     if size > data.rows:
@@ -127,39 +128,39 @@ def odd_sizes(job: Job, data: Index) -> list[str]:
     return [f"the last step has {last:,} rows, more than data.batch_size = {size:,}: {left}"]
 
 
-def read_factor_of(sample_order: AnyOrder, data: Index) -> float | None:
+def read_factor_of(sample_order: AnyOrder, data: Source) -> float | None:
     """Return how often a row group is read in epoch 0, on average; None for datasets that are read by index."""
     found = [
         (read_factor(order, len(source.unit_rows)), len(source.unit_rows))
-        for order, source in zip(sample_order.source_orders, data.sources or (data,), strict=True)
-        if source.items is None
+        for order, source in zip(sample_order.source_orders, data.parts, strict=True)
+        if not source.by_index
     ]
     return sum(factor * units for factor, units in found) / sum(units for _, units in found) if found else None
 
 
-def rows_of(job: Job, data: Index, transform: Transform | None) -> RowReader:
+def rows_of(job: Job, data: Source, transform: Transform | None) -> RowReader:
     """Return what reads the rows that the job trains on."""
     return _rows(job, data, sample_order_of(job, data), transform)
 
 
-def keeps_rows(job: Job, data: Index) -> bool:
+def keeps_rows(job: Job, data: Source) -> bool:
     """Return whether workers keep the row groups that they train on in memory once they are read."""
     return job.data.transform is None and rows_of(job, data, None).fit(job.data.cache_mb)
 
 
-def held_out_rows_of(job: Job, data: Index, transform: Transform | None) -> RowReader:
+def held_out_rows_of(job: Job, data: Source, transform: Transform | None) -> RowReader:
     """Return what reads the held-out rows."""
     return _rows(job, data, evaluation_order_of(job, data), transform)
 
 
-def _rows(job: Job, data: Index, sample_order: AnyOrder, transform: Transform | None) -> RowReader:
+def _rows(job: Job, data: Source, sample_order: AnyOrder, transform: Transform | None) -> RowReader:
     return RowReader(
-        index=data,
+        source=data,
         sample_order=sample_order,
         seed=job.seed,
         transform=transform,
         block_rows=job.data.granule,
         before=() if job.data.image_size is None else (DecodeImages(*job.data.image_size),),
-        after=() if data.tokenizer is None else (Tokenized(data.tokenizer),),
+        after=(Tokenized(data.tokenizer),) if isinstance(data, TokenizedSource) else (),
         skip=job.data.on_error == "skip",
     )

@@ -10,7 +10,7 @@ from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.errors import InputError
 from raytrain_plus.install.horovod_usable import horovod_state
-from raytrain_plus.storage.place import RemotePath, place_of, spelled
+from raytrain_plus.storage.place import RemotePath, place_of
 from raytrain_plus.storage.probe import Probe, find_probe_fault, refusal
 
 
@@ -38,15 +38,12 @@ class Seen:
 def needs_of(order: RunOrder, probe: Probe) -> Needs:
     """Return what each machine must see for this run."""
     files: dict[str, int] = {}
-    datasets = [data for data in (order.plan.index, order.plan.held_out) if data is not None]
-    for index in (source for data in datasets for source in data.sources or (data,)):
+    datasets = [data for data in (order.plan.data, order.plan.held_out) if data is not None]
+    for source in (source for data in datasets for source in data.parts):
         if order.plan.job.data.prepare is not None:
             continue
-        if index.origin is not None:
-            # Each machine converts its own copy.
-            own = dict(index.origin.files)
-        else:
-            own = {spelled(file): size for file, size in zip(index.places, index.file_bytes, strict=False)}
+        # Each machine converts its own copy.
+        own = source.user_files
         # One remote file shows whether the store can be reached; each would be a round trip.
         first = next(iter(own), None)
         files |= {first: own[first]} if first is not None and isinstance(place_of(first), RemotePath) else own

@@ -16,11 +16,12 @@ import cloudpickle
 import yaml
 
 from raytrain_plus.controller.run_order import RunOrder
-from raytrain_plus.data.dataset import TEXTS, both_data
+from raytrain_plus.data.dataset import both_data, reads_otherwise
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.data.sources.differences import differences
-from raytrain_plus.data.sources.source import Index, check_enough, check_restored, linked_folders
+from raytrain_plus.data.sources.parquet_source import check_restored
+from raytrain_plus.data.sources.source import READING, Source, check_enough, linked_folders
 from raytrain_plus.errors import CheckpointError, DamagedError, DataError, InputError, TaskError
 from raytrain_plus.install.horovod_usable import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
@@ -104,7 +105,7 @@ def order_of(
             pickled_task=pickled,
             roots=tuple(str(root.absolute()) for root in search),
             steps=steps,
-            index=seen,
+            data=seen,
             held_out=held_out,
             collective=collective,
             folder=folder.address,
@@ -112,6 +113,7 @@ def order_of(
             fresh_rates=fresh_rates,
         ),
         past=past,
+        dataset={**seen.describe(), **({} if older else {READING: 2})},
         task_modules=sources,
         sizes=sizes,
         callbacks=defined_callbacks(code.task),
@@ -122,7 +124,7 @@ def order_of(
     )
 
 
-def check_resumable(past: Past, folder: Folder, job: Job, seen: Index) -> None:
+def check_resumable(past: Past, folder: Folder, job: Job, seen: Source) -> None:
     """Raise `InputError` if the job cannot resume from `folder`.
 
     Reasons: other data, another job's checkpoints, a newer version, or a run past the job's last step.
@@ -156,7 +158,7 @@ def check_resumable(past: Past, folder: Folder, job: Job, seen: Index) -> None:
         raise InputError("the finished run has no checkpoint to resume from", where=f"run folder {folder.where}")
 
 
-def _check_data(folder: Folder, job: Job, seen: Index) -> None:
+def _check_data(folder: Folder, job: Job, seen: Source) -> None:
     """Raise `DataError` if the data differs from the description in the run's folder, if there is one."""
     remedy = "move the file away; the data is then compared with what the checkpoints record"
     try:
@@ -164,7 +166,7 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
     except FileNotFoundError:
         return
     if then["fingerprint"] != seen.fingerprint:
-        differing = differences(seen.to_json(), then)
+        differing = differences(seen.describe(), then)
         links = linked_folders(seen)
         if links and seen.rows > then.get("rows", seen.rows):
             raise DataError(
@@ -176,7 +178,7 @@ def _check_data(folder: Folder, job: Job, seen: Index) -> None:
         raise _other_data(job, seen, then["fingerprint"], f"the run started: {'; '.join(differing[:3])}")
 
 
-def _check_restored(folder: Folder, *data: Index | None) -> None:
+def _check_restored(folder: Folder, *data: Source | None) -> None:
     """Raise `DataError` if the run ended because a data file changed, and the file is not as it was before."""
     with contextlib.suppress(FileNotFoundError):
         first = read_object(folder, CHANGED, "restore the file, or start over with --fresh", _CHANGED)
@@ -184,7 +186,7 @@ def _check_restored(folder: Folder, *data: Index | None) -> None:
             check_restored(seen, first)
 
 
-def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> None:
+def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Source) -> None:
     """Refuse a checkpoint of another job or of other data that was copied into the folder."""
     where = f"{folder.where}/{CHECKPOINTS}/{manifest.name}.json"
     if differing := job.same_as(yaml.safe_dump(manifest.job), resumes=True):
@@ -197,7 +199,7 @@ def _check_ours(manifest: Manifest, folder: Folder, job: Job, seen: Index) -> No
         raise _other_data(job, seen, str(manifest.data["fingerprint"]), f"the checkpoint {manifest.name} was written")
 
 
-def _other_data(job: Job, seen: Index, fingerprint: str, when: str) -> DataError:
+def _other_data(job: Job, seen: Source, fingerprint: str, when: str) -> DataError:
     return DataError(
         f"the data has changed since {when}",
         where=seen.named,
@@ -316,15 +318,11 @@ def _task_to_send(job: Job) -> bytes | None:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_read_otherwise(data: Index) -> bool:
-    return data.partitions is not None or (data.origin is not None and data.origin.format in TEXTS)
-
-
-def _look_at_data(job: Job, roots: Sequence[Path], *, older: bool) -> tuple[Index, Index | None]:
+def _look_at_data(job: Job, roots: Sequence[Path], *, older: bool) -> tuple[Source, Source | None]:
     check_preparable(job, roots)
     prepare_data(job, roots)
     seen, held_out = both_data(job, roots, older=older)
-    if older and any(_is_read_otherwise(one) for one in (seen, *seen.sources)):
+    if older and reads_otherwise(seen):
         print(
             "warning: this run was begun by an older version: as before, fractions of text formats are float64, and "
             "the names of folders no columns",

@@ -18,7 +18,7 @@ from torch import nn
 from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import Index
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, WaitExpired, first_line
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_user_code
@@ -352,7 +352,7 @@ def _arguments(task: Task, module: nn.Module, table: pa.Table, where: str) -> tu
     return calls[0]
 
 
-def _as_trained(run: Folder, job: Job, roots: Sequence[Path]) -> Index:
+def _as_trained(run: Folder, job: Job, roots: Sequence[Path]) -> Source:
     """Return the training data with the types that the run read, to which held-out data may have added."""
     older = is_older(run)
     try:

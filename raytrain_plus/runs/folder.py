@@ -40,7 +40,7 @@ from raytrain_plus.storage.probe import keeps_others_out
 JOB = "job.yaml"
 """File with the resolved job, in the run's folder."""
 DATASET = "dataset.json"
-"""File that describes the data at the start of the run, as in `Index.to_json`."""
+"""File that describes the data at the start of the run, as in `Source.describe`."""
 TASK = "task.json"
 """File with the digests of the task's source, by module, as the run was last started."""
 CHANGED = "data_changed.json"

@@ -26,9 +26,10 @@ def imports_of(plan: Plan) -> Imports:
     job = plan.job
     # A worker, which also imports this module, has not loaded it yet.
     from raytrain_plus.data.of_job import keeps_rows
+    from raytrain_plus.data.sources.parquet_source import on_a_disk
 
     modules = ["raytrain_plus.workers.worker"]
-    if not (keeps_rows(job, plan.index) and plan.index.on_a_disk):
+    if not (keeps_rows(job, plan.data) and on_a_disk(plan.data)):
         # What is kept and near is read without Ray Data, unless steps wait for it.
         modules.append("raytrain_plus.data.reading.stream")
     if plan.collective == "horovod":

@@ -8,7 +8,7 @@ from typing import Any
 
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.data.paths.sight import Sight
-from raytrain_plus.data.sources.source import Index
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
@@ -37,9 +37,9 @@ class Plan:
     """Folders from which the task, `data.prepare` and `data.transform` are imported."""
     steps: int
     """The number of steps of the whole job."""
-    index: Index
+    data: Source
     """The training data, as the driver saw it."""
-    held_out: Index | None
+    held_out: Source | None
     """The data of `evaluate.path`."""
     collective: str
     """`horovod` or `torch`."""

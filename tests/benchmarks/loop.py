@@ -32,7 +32,7 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader, without_ids
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_task
 from raytrain_plus.job.yaml import load_job
@@ -135,9 +135,9 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
         device=device,
         exact=job.reduction == "exact",
     )
-    seen = index(job.data.path)
+    seen = parquet_source(job.data.path)
     sample_order = sample_order_of(job, seen)
-    rows = RowReader(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
+    rows = RowReader(source=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
         rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
@@ -170,9 +170,9 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
 
 def prepared(job: Any, shards: Sequence[int], collate: Any) -> list[list[Any]]:
     """Return the batches of each step, one per shard, collated beforehand: the rows that the platform gives it."""
-    seen = index(job.data.path)
+    seen = parquet_source(job.data.path)
     sample_order = sample_order_of(job, seen)
-    rows = RowReader(index=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
+    rows = RowReader(source=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     return [
         [
             collate(pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(shard, step)]))

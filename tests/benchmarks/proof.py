@@ -32,7 +32,8 @@ from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import Index, index
+from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.weights.first_bucket import from_digits, to_digits
@@ -117,11 +118,11 @@ def audited(folder: Path) -> None:
         epochs=1,
         storage=str(folder),
     )
-    seen = index(asked.data.path)
+    seen = parquet_source(asked.data.path)
     run = folder / "run"
     run.mkdir()
     (run / "job.yaml").write_text(asked.to_yaml())
-    (run / "dataset.json").write_text(json.dumps(seen.to_json()))
+    (run / "dataset.json").write_text(json.dumps(seen.describe()))
     parts = LedgerFiles(LocalFolder(run))
     for step, notes in enumerate(_planned(seen, sample_order_of(asked, seen))):
         parts.add(0, step, notes.tobytes())
@@ -131,7 +132,7 @@ def audited(folder: Path) -> None:
     print(f"\n{AUDITED:,} rows audited in {took:.1f} s with {megabytes:.0f} MB of memory; clean: {clean}")
 
 
-def _planned(seen: Index, sample_order: SampleOrder) -> list[np.ndarray]:
+def _planned(seen: Source, sample_order: SampleOrder) -> list[np.ndarray]:
     """Yield the notes of all steps of one epoch."""
     notes = np.zeros((sample_order.steps, sample_order.shards), NOTE)
     ids = [

@@ -19,7 +19,7 @@ from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.stream import Stream
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import noisy, write_data
 
@@ -54,9 +54,9 @@ def test_streamed_batches_are_those_read_directly(
     # Also what would be read directly.
     monkeypatch.setattr(reader, "lags", lambda waited_s, passed_s: True)
     write_data(tmp_path, rows=3000, group=50)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     line = SampleOrder(seen.unit_rows, shards=6, batch_size=60, seed=3, epochs=12)
-    rows = RowReader(index=seen, sample_order=line, seed=3, transform=transform, block_rows=16)  # type: ignore[arg-type]
+    rows = RowReader(source=seen, sample_order=line, seed=3, transform=transform, block_rows=16)  # type: ignore[arg-type]
     streams: list[Stream] = []
 
     def stream(*args: object, **named: object) -> Stream:
@@ -97,13 +97,13 @@ import functools, sys, ray
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.reader import Batches
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.reading.stream import Stream
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
          object_store_memory=300 << 20)
-seen = index(sys.argv[1])
+seen = parquet_source(sys.argv[1])
 line = SampleOrder(seen.unit_rows, shards=2, batch_size=512, seed=0, epochs=1)
-rows = RowReader(index=seen, sample_order=line, seed=0, transform=None, block_rows=1024)
+rows = RowReader(source=seen, sample_order=line, seed=0, transform=None, block_rows=1024)
 stream = functools.partial(Stream, node=ray.get_runtime_context().get_node_id(), roots=[])
 feed = Batches(rows, shards=(0, 1), first_step=0, microbatches=1, collate=lambda t: t.column("x").to_numpy().sum(),
                cache_mb=0, make_stream=stream)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -14,9 +15,10 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.ledger.ledger import row_ids
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import (
-    read_unit,
-)
+from raytrain_plus.data.sources.converted_source import ConvertedSource
+from raytrain_plus.data.sources.parquet_source import ParquetSource
+from raytrain_plus.data.sources.source import Source
+from raytrain_plus.workers.preparation.data_check import same_data
 
 
 def write(path: Path, rows: int, start: int = 0, group: int = 4, **columns: pa.Array) -> None:
@@ -71,14 +73,28 @@ def await_stream() -> None:
         time.sleep(0.001)
 
 
+def ids_of(data: Source, unit: int) -> np.ndarray:
+    """Return the ids of the rows of a unit, from the names of its files alone."""
+    source, own = data.owner(unit)
+    prefix = "" if len(data.parts) == 1 else f"{[one is source for one in data.parts].index(True)}/"
+    files = source.source if isinstance(source, ConvertedSource) else source
+    if not isinstance(files, ParquetSource):
+        return row_ids(prefix + source.named, own, source.unit_rows[own])
+    return row_ids(prefix + files.files[files.unit_file[own]], files.unit_group[own], files.unit_rows[own])
+
+
+def seen_again(data: Source, *roots: Path) -> Source:
+    """Return the same data as another worker sees it."""
+    plan = SimpleNamespace(job=SimpleNamespace(data=SimpleNamespace(prepare=None, on_error="stop")), sights={})
+    return same_data(plan, list(roots), data)  # type: ignore[arg-type]
+
+
 def noted(rows: RowReader, step: int, shard: int) -> int:
     """Return the sum of the ids of the shard's rows in that step, modulo 2^64, computed independently of the reader."""
     total = 0
     for row_range in rows.sample_order.row_ranges(shard, step):
         unit = row_range.unit
-        ids = row_ids(
-            rows.index.files[rows.index.unit_file[unit]], rows.index.unit_group[unit], rows.index.unit_rows[unit]
-        )
+        ids = ids_of(rows.source, unit)
         order = rows.sample_order.permutation(row_range.epoch, unit)
         places = range(len(ids)) if order is None else order.tolist()
         total += sum(int(ids[place]) for place in places[row_range.start : row_range.start + row_range.rows])
@@ -99,7 +115,7 @@ class ThreadStream:
         for group in self.groups:
             for read in group:
                 unit = read.row_range.unit
-                table = read_unit(self.rows.index, unit) if self.whole_units else self.rows.read(read.row_range)
+                table = self.rows.source.read_unit(unit) if self.whole_units else self.rows.read(read.row_range)
                 self.tables[unit if self.whole_units else read.number] = table
                 self.delivered = read.number
         self.ended = True

@@ -40,7 +40,7 @@ def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", g
     run = Path(job.storage) / job.name
     run.mkdir()
     (run / "job.yaml").write_text(job.to_yaml())
-    (run / "dataset.json").write_text(json.dumps(training_data(job, []).to_json()))
+    (run / "dataset.json").write_text(json.dumps(training_data(job, []).describe()))
     record(run, generation, *range(len(notes)))
     written = LedgerFiles(LocalFolder(run))
     for step, of_step in enumerate(notes):

@@ -7,7 +7,7 @@ from typing import Any
 
 from raytrain_plus import Data, Evaluate, Job, Task
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.source import Source
 
 
 def job(path: Path | None = None, **data: Any) -> Job:
@@ -17,5 +17,5 @@ def job(path: Path | None = None, **data: Any) -> Job:
     return Job(name="x", task=Task, data=Data(**given), steps=2, evaluate=evaluate)
 
 
-def read(data: Index) -> dict[str, list[Any]]:
-    return without_ids(read_unit(data, 0)).to_pydict()
+def read(data: Source) -> dict[str, list[Any]]:
+    return without_ids(data.read_unit(0)).to_pydict()

@@ -271,8 +271,8 @@ class Checkpoints:
             task_sha256=order.task_sha256,
             versions=order.versions,
             data={
-                "fingerprint": order.plan.index.fingerprint,
-                "rows": order.plan.index.rows,
+                "fingerprint": order.plan.data.fingerprint,
+                "rows": order.plan.data.rows,
                 "samples": self._journal.samples(first.step),
             },
             layout=[asdict(member) for member in self._writers.get(first.generation, self._layout)],

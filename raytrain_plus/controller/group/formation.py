@@ -18,7 +18,7 @@ from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine,
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.donors import Source, sources_of
+from raytrain_plus.controller.roster.donors import DonorPart, donor_parts
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.job.settings import EarlyStop, KeepBest
@@ -193,7 +193,7 @@ class Formation:
         replica: Invitation | None,
         gives: int,
         share: ShareOf,
-        own: Sequence[Source],
+        own: Sequence[DonorPart],
         owners: tuple[Pieces, ...],
         saved: bool,
     ) -> None:
@@ -222,7 +222,7 @@ class Formation:
         then = self.members.came_out(name, view.generation)
         self.loop.ask(name, "serve", self.host.actor, assignment, then=then)
 
-    def _sources(self, command: e.Join) -> dict[str, tuple[Source, ...]]:
+    def _sources(self, command: e.Join) -> dict[str, tuple[DonorPart, ...]]:
         """Return, for each member that lacks parts of the state, their sources."""
         view, workers, limits = command.view, self.machine.group.workers, self.machine.group.limits
         stages = {member.worker: view.shape.stage(seat) for seat, member in enumerate(view.members)}
@@ -246,9 +246,9 @@ class Formation:
             for name, stage in command.donors
             for worker in [workers[name]]
         }
-        return sources_of(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
+        return donor_parts(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
 
-    def _snapshots(self, sources: Iterable[Source], command: e.Join) -> dict[Source, Any]:
+    def _snapshots(self, sources: Iterable[DonorPart], command: e.Join) -> dict[DonorPart, Any]:
         """Return references to these parts of the state that a view begins with."""
         generation, step, stale = self.machine.group.generation, command.first_step - 1, command.stale
         return {

@@ -138,8 +138,8 @@ class Journal:
     ) -> None:
         """Begin writing to the run's folder.
 
-        `dataset`: the description of the data, as in `Index.to_json`; `controller`: its name on its cluster; `relays`:
-        the receivers of metrics, in addition to TensorBoard; `callbacks`: call the task's methods that hear of the run.
+        `dataset`: the description of the data (`Source.describe`); `controller`: its name on its cluster; `relays`: the
+        receivers of metrics, in addition to TensorBoard; `callbacks`: call the task's methods that hear of the run.
         """
         run = self._run
         self._ownership.begin(fence, address, controller)

@@ -11,7 +11,7 @@ from raytrain_plus.state.weight_rows import only_rows
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DonorPart:
     """A part of the state that a worker gives."""
 
     worker: str
@@ -23,15 +23,15 @@ class Source:
     """The rows whose optimizer's state is wanted; None if that is not sharded and belongs to the layers."""
 
 
-def sources_of(
+def donor_parts(
     takers: Mapping[str, Pieces],
     holding: Mapping[str, Pieces],
     providers: Mapping[Donor, Pieces],
     piece_bytes: Mapping[str, int],
-) -> dict[str, tuple[Source, ...]]:
-    """Return, for each member, the source of each missing part of its state; empty if nothing is missing.
+) -> dict[str, tuple[DonorPart, ...]]:
+    """Return, for each member, what gives each missing part of its state; empty if nothing is missing.
 
-    A member that has a copy of what it lacks is its own source, and takes only the rest from others.
+    A member that has a copy of what it lacks gives it to itself, and takes only the rest from others.
 
     `takers`: what each is to hold. `holding`: what some of them have of the same state. `providers`: the workers that
     give this state, each with a stage and what it has of that; together all of it. `piece_bytes`: the bytes of a row.
@@ -45,14 +45,13 @@ def sources_of(
     moves = transfers(wanted, providers, piece_bytes)
     return {
         name: tuple(
-            _source(provider, given, providers[provider])
-            for provider, given in (own[name] | moves.get(name, {})).items()
+            _part(provider, given, providers[provider]) for provider, given in (own[name] | moves.get(name, {})).items()
         )
         for name in takers
     }
 
 
-def _source(provider: Donor, given: Pieces, has: Pieces) -> Source:
+def _part(provider: Donor, given: Pieces, has: Pieces) -> DonorPart:
     rows, of_layers = only_rows(given), has - only_rows(has)
     layers = None if given - rows == of_layers else (given - rows).names
-    return Source(*provider, layers, tuple(rows) if only_rows(has) else None)
+    return DonorPart(*provider, layers, tuple(rows) if only_rows(has) else None)

@@ -44,7 +44,7 @@ def _none_usable(rows: RowReader, tried: int, faults: Mapping[int, str]) -> Data
     why = next(iter(faults.values()))
     return DataError(
         f"of the first {tried:,} rows of shard 0, data.on_error: skip leaves too few to try the task: {why}",
-        where=rows.index.named,
+        where=rows.source.named,
         remedy="correct data.transform if the mistake is there, or remove such rows from the data",
     )
 

@@ -36,8 +36,8 @@ from raytrain_plus.data.reading.microbatches import (
 from raytrain_plus.data.reading.shard_rows import ShardRows
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import faults_of, joined
+from raytrain_plus.data.sources.parquet_source import on_a_disk
 from raytrain_plus.data.sources.row_names import file_and_row
-from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import TrainingError, WaitExpired
 
 PREFETCH_STEPS = 4
@@ -122,7 +122,7 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = self._keep_units and rows.index.on_a_disk
+        self._near = self._keep_units and on_a_disk(rows.source)
         """Whether units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
@@ -181,7 +181,7 @@ class Batches:
         found = []
         for shard, microbatches in made.items():
             for position, why in (one for microbatch in microbatches for one in microbatch.skipped.items()):
-                file, row = file_and_row(self._rows.index, self._sample_order, shard, position)
+                file, row = file_and_row(self._rows.source, self._sample_order, shard, position)
                 if (file, why) not in self._named:
                     self._named.add((file, why))
                     found.append(SkippedRow(file, row, why))
@@ -312,17 +312,17 @@ class Batches:
         """Return the stream, started; None if there is nothing left to stream."""
         if self._make_stream is None or self._has_every_unit() or self._closing.is_set():
             return None
-        index = self._rows.index
+        source = self._rows.source
         upcoming = reads(self._sample_order, self._shards, self._first_step)
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
         if self._keep_units:
-            lacking = frozenset(range(len(index.unit_rows))) - set(self._units)
+            lacking = frozenset(range(len(source.unit_rows))) - set(self._units)
             wanted = first_touches(wanted, lacking, len(self._sample_order.source_orders))
         stream = self._make_stream(
             self._rows,
             grouped(wanted, self._bytes_of),
             whole_units=self._keep_units,
-            expected_rows=(lambda read: index.unit_rows[read.row_range.unit])
+            expected_rows=(lambda read: source.unit_rows[read.row_range.unit])
             if self._keep_units
             else (lambda read: read.row_range.rows),
         )
@@ -356,18 +356,18 @@ class Batches:
                 self._units.setdefault(arrived, table)
         if unit not in self._units:
             self.direct_reads += 1
-            self._units[unit] = read_unit(self._rows.index, unit)
+            self._units[unit] = self._rows.source.read_unit(unit)
         if stream is not None and self._has_every_unit():
             self._close_stream()
         return self._units[unit]
 
     def _has_every_unit(self) -> bool:
-        return self._keep_units and len(self._units) == len(self._rows.index.unit_rows)
+        return self._keep_units and len(self._units) == len(self._rows.source.unit_rows)
 
     def _bytes_of(self, read: Read) -> float:
-        index, row_range = self._rows.index, read.row_range
-        share = 1.0 if self._keep_units else row_range.rows / index.unit_rows[row_range.unit]
-        return index.unit_bytes[row_range.unit] * share
+        source, row_range = self._rows.source, read.row_range
+        share = 1.0 if self._keep_units else row_range.rows / source.unit_rows[row_range.unit]
+        return source.unit_bytes[row_range.unit] * share
 
 
 class Counts:

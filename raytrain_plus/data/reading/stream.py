@@ -27,7 +27,6 @@ from raytrain_plus.data.order.reads import Read
 from raytrain_plus.data.order.sample_order import RowRange
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import is_bare
-from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.data.values.columns import column_of, copied
 from raytrain_plus.errors import DataError, RaytrainError, RunError, TaskError, WaitExpired, first_line
 from raytrain_plus.job.task_loader import is_librarys, trim_traceback, users_frames
@@ -88,7 +87,7 @@ def _numbered(rows: RowReader, group: tuple[Read, ...], whole_units: bool) -> It
     """Yield the rows of each read of a group, with its number; reads that fail or have no usable row are left out."""
     for read in group:
         try:
-            table = read_unit(rows.index, read.row_range.unit) if whole_units else rows.read(read.row_range)
+            table = rows.source.read_unit(read.row_range.unit) if whole_units else rows.read(read.row_range)
         except (DataError, TaskError):
             # The reader does not get these rows, reads them itself, meets the same fault and reports it in one
             # sentence. If it were raised here, Ray Data would print its own traceback on the user's screen.
@@ -134,7 +133,7 @@ def _read_one(pickled_rows: bytes, roots: tuple[str, ...], row_range: RowRange) 
             raise
         # Where it was raised is known in this process alone.
         what = f"data.transform raised {type(error).__name__}: {first_line(error)}"
-        raise TaskError(what, where=rows.index.name(row_range.unit), user_traceback=trim_traceback(error)) from None
+        raise TaskError(what, where=rows.source.name(row_range.unit), user_traceback=trim_traceback(error)) from None
 
 
 class Stream:

@@ -24,8 +24,7 @@ from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.order.mixed_order import AnyOrder
 from raytrain_plus.data.order.sample_order import RowRange, mix
 from raytrain_plus.data.reading.unusable import FAULT, Judged, Places, RowByRow, all_of, joined, judge, judge_block
-from raytrain_plus.data.sources.row_names import named_row
-from raytrain_plus.data.sources.source import Index, read_places, read_unit
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.values.columns import selectable
 from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.errors import DataError, TrainingError
@@ -52,7 +51,7 @@ class RowReader:
     `before` is applied to the rows that `transform` gets, in order, and `after` to those that it returns.
     """
 
-    index: Index
+    source: Source
     sample_order: AnyOrder
     seed: int
     transform: Transform | None
@@ -73,7 +72,7 @@ class RowReader:
 
     def fit(self, cache_mb: int) -> bool:
         """Return whether a worker may keep all rows in `cache_mb` megabytes of memory."""
-        return self.as_read and sum(self.index.unit_bytes) + 8 * self.index.rows <= cache_mb << 20
+        return self.as_read and sum(self.source.unit_bytes) + 8 * self.source.rows <= cache_mb << 20
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""
@@ -92,14 +91,14 @@ class RowReader:
     def _between(self, row_range: RowRange, unit: pa.Table | None = None) -> Between:
         """Return what returns rows of a range's unit, which is read now if it is not given."""
         permutation = self._permutation(row_range)
-        if unit is None and self.index.owner(row_range.unit)[0].items is not None:
+        if unit is None and self.source.owner(row_range.unit)[0].by_index:
 
             def of_items(begin: int, end: int) -> pa.Table:
                 places = np.arange(begin, end) if permutation is None else permutation[begin:end]
-                return read_places(self.index, row_range.unit, places)
+                return self.source.read_rows(row_range.unit, places)
 
             return of_items
-        whole = read_unit(self.index, row_range.unit) if unit is None else unit
+        whole = self.source.read_unit(row_range.unit) if unit is None else unit
 
         def between(begin: int, end: int) -> pa.Table:
             return whole.slice(begin, end - begin) if permutation is None else whole.take(permutation[begin:end])
@@ -120,7 +119,7 @@ class RowReader:
         parts = []
         for number in range(start // self.block_rows, (stop - 1) // self.block_rows + 1):
             begin = number * self.block_rows
-            end = min(begin + self.block_rows, self.index.unit_rows[row_range.unit])
+            end = min(begin + self.block_rows, self.source.unit_rows[row_range.unit])
             parts.append(made(between, again, row_range, begin, end, number))
         return joined(parts)
 
@@ -190,7 +189,7 @@ class RowReader:
         except RowFault as fault:
             place, permutation = begin + fault.row, self._permutation(row_range)
             row = place if permutation is None else int(permutation[place])
-            raise DataError(fault.what, named_row(self.index, row_range.unit, row), remedy=fault.remedy) from fault
+            raise DataError(fault.what, self.source.name_rows(row_range.unit, [row]), remedy=fault.remedy) from fault
 
     def _transformed(self, rows: pa.Table, row_range: RowRange, number: int) -> pa.Table:
         """Return what `transform` makes of rows of a block, without ids, with the block's generator."""
@@ -202,7 +201,7 @@ class RowReader:
             got = f"{made.num_rows} rows" if isinstance(made, pa.Table) else type(made).__name__
             raise TrainingError(
                 f"data.transform returned {got} for {rows.num_rows} rows (transform block {number} of "
-                f"{self.index.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
+                f"{self.source.name(row_range.unit)}); it must keep the number of rows: filter in data.prepare instead"
             )
         return made
 
@@ -223,7 +222,7 @@ def with_draws(rows: RowReader) -> RowReader:
     # A few rows of each source, which a worker reads before it can join.
     few, found = replace(rows, block_rows=JUDGED), dict[int, RowRange]()
     for one in rows.sample_order.row_ranges_between(0, 0, rows.sample_order.rows_in_step(0, 0)):
-        found.setdefault(id(rows.index.owner(one.unit)[0]), replace(one, rows=1))
+        found.setdefault(id(rows.source.owner(one.unit)[0]), replace(one, rows=1))
     return replace(rows, draws=any(draws(functools.partial(few.read, one)) for one in found.values()))
 
 

@@ -1,1 +1,1 @@
-"""Where rows come from: indexes of files, of datasets that functions return, of several of them."""
+"""Where rows come from: `Source`, and its kinds."""

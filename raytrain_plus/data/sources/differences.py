@@ -10,7 +10,7 @@ from raytrain_plus.data.sources.items import changes_of
 
 
 def differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
-    """Describe by file how the data of two `Index.to_json` differs; by its rows if its files tell no difference."""
+    """Describe by file how two descriptions of data (`Source.describe`) differ; by its rows if its files do not."""
     found = _differences(now, then)
     if not found and now["fingerprint"] != then["fingerprint"]:
         found = ["some rows have other values, or another order"]

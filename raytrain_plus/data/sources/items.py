@@ -13,17 +13,21 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from typing_extensions import override
 
+from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
 from raytrain_plus.data.order.sample_order import mix, order
 from raytrain_plus.data.sources.item_columns import FORM, UnfitItem, digest_of, schema_of, table_of
+from raytrain_plus.data.sources.source import Source, cast_rows
 from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset, source_digest
+from raytrain_plus.data.values.columns import column_of
 from raytrain_plus.errors import DataChanged, DataError
 
 MARKS = 64
@@ -33,75 +37,102 @@ BLOCK = 32
 BLOCKS = 1 << 16
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A dataset that is read by index."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemSource(Source):
+    """See the module docstring. `fingerprint`: over the length, the function's source and the marks."""
 
-    spec: str
-    """`module:function`."""
     roots: tuple[str, ...]
-    """Folders from which it is imported."""
+    """Folders from which the function is imported."""
     length: int
     block: int
     """Positions of a block; the last one has fewer."""
-    schema: pa.Schema
+    stored: pa.Schema
+    """The columns of the items; `schema` has those that are read."""
     scattered: bool
     """Whether positions are scattered over the dataset."""
     marks: dict[int, str]
     """Item -> SHA-256 of its content."""
     source: str
     """SHA-256 of the function's source."""
-    item_bytes: float
-    """Mean bytes of an item's values."""
     run: str
     """Names the run: see `open_dataset`."""
 
     @property
-    def fingerprint(self) -> str:
-        """SHA-256 over the length, the function's source and the marks."""
-        digest = hashlib.sha256(f"{self.length}\0{self.block}\0{self.source}\0{self.schema}\0".encode())
-        for index, content in sorted(self.marks.items()):
-            digest.update(f"{index}\0{content}\0".encode())
-        return digest.hexdigest()
+    @override
+    def by_index(self) -> bool:
+        return True
 
-    @property
-    def block_rows(self) -> tuple[int, ...]:
-        """For each block, its rows."""
-        whole, left = divmod(self.length, self.block)
-        return (self.block,) * whole + (left,) * (left > 0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a description of the dataset, with which later checks can compare it."""
+    @override
+    def describe(self) -> dict[str, Any]:
         return {
-            "length": self.length,
-            "source_sha256": self.source,
-            "marks": {str(at): of for at, of in self.marks.items()},
+            "path": self.named,
+            "dataset": {
+                "length": self.length,
+                "source_sha256": self.source,
+                "marks": {str(at): of for at, of in self.marks.items()},
+            },
+            "fingerprint": self.fingerprint,
+            "rows": self.rows,
+            # The blocks as the row groups of a file, which is on no disk.
+            "files": [
+                {
+                    "path": self.named,
+                    "bytes": 0,
+                    "footer_sha256": self.fingerprint,
+                    "row_groups": list(self.unit_rows),
+                }
+            ],
         }
 
-    def at(self, block: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    @override
+    def read_as(self, schema: pa.Schema) -> ItemSource:
+        return replace(self, schema=schema)
+
+    @override
+    def name(self, unit: int) -> str:
+        return f"{self.named}, block {unit}"
+
+    @override
+    def file_of(self, unit: int) -> str:
+        return self.named
+
+    @override
+    def name_rows(self, unit: int, rows: Sequence[int]) -> str:
+        items = self._at(unit, np.array(rows)).tolist()
+        return f"item{'s' * (len(items) != 1)} {', '.join(map(str, items))} of {self.named}"
+
+    @override
+    def read_unit(self, unit: int, prefix: str = "") -> pa.Table:
+        return self.read_rows(unit, np.arange(self.unit_rows[unit]), prefix)
+
+    @override
+    def read_rows(self, unit: int, rows: npt.NDArray[np.int64], prefix: str = "") -> pa.Table:
+        """See `Source.read_rows`; raises `TaskError` if the dataset raises."""
+        ids = column_of(row_ids(prefix + self.named, unit, self.unit_rows[unit])[rows])
+        table = self._items(self._at(unit, rows).tolist())
+        if not self.schema.equals(self.stored):
+            table = cast_rows(table, self.schema, self.name(unit))
+        return table.append_column(ROW_ID, ids)
+
+    def _at(self, block: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the items at these places of a block."""
         positions = block * self.block + places
         return _scattered(self.length)[positions] if self.scattered else positions
 
-    def rows(self, indices: Sequence[int]) -> pa.Table:
-        """Return items as rows.
-
-        Raises `DataChanged` if one has changed since the marks were made, `DataError` if one does not fit the columns,
-        and `TaskError` if the dataset raises.
-        """
-        dataset = open_dataset(self.spec, self.roots, self.run)
+    def _items(self, indices: Sequence[int]) -> pa.Table:
+        dataset = open_dataset(self.named, self.roots, self.run)
         items = dataset.items(indices)
         try:
-            table = table_of(items, self.schema)
+            table = table_of(items, self.stored)
         except UnfitItem as unfit:
-            raise _unfit(self.spec, indices[unfit.number], unfit) from None
+            raise _unfit(self.named, indices[unfit.number], unfit) from None
         for index, item in zip(indices, items, strict=True):
             if index in self.marks and digest_of(item) != self.marks[index]:
-                raise _changed(self.spec, index)
+                raise _changed(self.named, index)
         return table
 
 
-def items_of(spec: str, roots: Sequence[str | Path], run: str, *, scattered: bool) -> Items:
+def item_source(spec: str, roots: Sequence[str | Path], run: str, *, scattered: bool) -> ItemSource:
     """Look at an indexed dataset: its length, its marks and their columns. `run`: see `open_dataset`.
 
     Raises `DataError` if it has no items, they do not fit together or change between two reads, and `TaskError` if its
@@ -124,16 +155,25 @@ def items_of(spec: str, roots: Sequence[str | Path], run: str, *, scattered: boo
     block = BLOCK
     while length > block * BLOCKS:
         block *= 2
-    return Items(
-        spec=spec,
+    whole, left = divmod(length, block)
+    unit_rows = (block,) * whole + (left,) * (left > 0)
+    source = source_digest(spec, named)
+    digest = hashlib.sha256(f"{length}\0{block}\0{source}\0{schema}\0".encode())
+    for index, content in sorted(marks.items()):
+        digest.update(f"{index}\0{content}\0".encode())
+    return ItemSource(
+        named=spec,
+        unit_rows=unit_rows,
+        unit_bytes=tuple(round(table.nbytes / len(items) * count) for count in unit_rows),
+        schema=schema,
+        fingerprint=digest.hexdigest(),
         roots=named,
         length=length,
         block=block,
-        schema=schema,
+        stored=schema,
         scattered=scattered,
         marks=marks,
-        source=source_digest(spec, named),
-        item_bytes=table.nbytes / len(items),
+        source=source,
         run=run,
     )
 
@@ -176,7 +216,7 @@ def _unfit(spec: str, index: int, unfit: UnfitItem) -> DataError:
 
 
 def changes_of(now: Mapping[str, Any], then: Any) -> list[str]:
-    """Describe in words how the dataset of two `Items.to_json` differs; `then` is read from a file."""
+    """Describe how the `dataset` in two descriptions of `ItemSource` differs; `then` is read from a file."""
     then = then if isinstance(then, Mapping) else {}
     found, marks = [], then.get("marks")
     if now["length"] != then.get("length"):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from typing_extensions import override
 
 from raytrain_plus.data.convert.cache import default_cache, made_once
 from raytrain_plus.data.convert.conversion import Told, earlier, name_of
@@ -38,8 +40,9 @@ from raytrain_plus.data.convert.parts import (
     is_complete,
     load_progress,
 )
-from raytrain_plus.data.sources.row_names import named_row
-from raytrain_plus.data.sources.source import Index, Origin, check_unchanged, index, read_unit
+from raytrain_plus.data.sources.converted_source import ConvertedSource
+from raytrain_plus.data.sources.parquet_source import check_unchanged, parquet_source
+from raytrain_plus.data.sources.source import Around, Source
 from raytrain_plus.data.values.tokens import (
     IDS,
     POSITIONS,
@@ -51,7 +54,6 @@ from raytrain_plus.data.values.tokens import (
 )
 from raytrain_plus.errors import DataChanged, DataError, first_line
 from raytrain_plus.observe.views.conversion_view import conversion_view
-from raytrain_plus.storage.place import spelled
 
 SLICE_BYTES = 2 << 20
 """Bytes of documents that are made tokens of at once; a larger document by itself."""
@@ -61,10 +63,36 @@ _LEFT = "_left"
 """The file with the number of tokens that are dropped."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedSource(Around):
+    """Rows of one length: `source` has their files. `fingerprint`: over the documents and the tokenizer too."""
+
+    documents: Source = field(compare=False)
+    packing: Packed = field(compare=False)
+
+    @property
+    @override
+    def user_files(self) -> Mapping[str, int]:
+        return self.documents.user_files
+
+    @override
+    def describe(self) -> dict[str, Any]:
+        documents, tokenizer = self.documents, self.packing.tokenizer
+        origin = documents.origin if isinstance(documents, ConvertedSource) else None
+        form = None if documents.by_index else "parquet"
+        return {
+            **self.source.describe(),
+            **({"converted_from": self.named, "format": form} if origin is None else origin.describe()),
+            "packed": self.packing.to_json(),
+            **({} if tokenizer is None else {"tokenizer_sha256": tokenizer.sha256}),
+            "fingerprint": self.fingerprint,
+        }
+
+
 def packed(
-    documents: Index, length: int, tokenizer: str | Path | None, *, chosen: bool = False, cache: Path | None = None
-) -> Index:
-    """Return the index of rows of `length` tokens, packed from documents; pack them if they are missing, and say so.
+    documents: Source, length: int, tokenizer: str | Path | None, *, chosen: bool = False, cache: Path | None = None
+) -> PackedSource:
+    """Return the source of rows of `length` tokens, packed from documents; pack them if they are missing, and say so.
 
     `tokenizer`: as `tokenizer_file` takes it, or None for documents of tokens. `chosen`: whether the job chooses the
     column, so that rows of another one are others. `cache`: the folder of converted data; None for the user's. Raises
@@ -82,37 +110,23 @@ def packed(
             writing = _Writing(documents, column, length, file, end, told)
             made_once(target, documents.named, writing.into)
             made = writing.done
-    seen = index(target)
+    source = parquet_source(target)
     found = Packed(length, file, end, documents.rows, documents.fingerprint, int((target / _LEFT).read_text()), choice)
     if made:
         print(f"{documents.named}: {found.line()}", file=sys.stderr, flush=True)
-        if documents.items is not None:
+        if documents.by_index:
             print(f"its rows are in {target}; delete it to pack them again", file=sys.stderr, flush=True)
-    parts = [seen.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end)]
+    parts = [source.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end)]
     both = "\0".join([*parts, choice] if chosen else parts)
-    return replace(
-        seen,
-        fingerprint=hashlib.sha256(both.encode()).hexdigest(),
-        origin=_origin_of(documents),
-        packed=found,
-        documents=documents,
-    )
+    facts = {
+        **Around.facts_of(source),
+        "named": documents.named,
+        "fingerprint": hashlib.sha256(both.encode()).hexdigest(),
+    }
+    return PackedSource(**facts, source=source, documents=documents, packing=found)
 
 
-def packed_again(documents: Index, expected: Packed) -> Index:
-    """Return the index of rows that are packed as `expected`, from documents as this node sees them."""
-    tokenizer = None if expected.tokenizer is None else expected.tokenizer.path
-    return packed(documents, expected.length, tokenizer, chosen=expected.chosen != "")
-
-
-def _origin_of(documents: Index) -> Origin:
-    if documents.origin is not None:
-        return documents.origin
-    files = tuple(zip(map(spelled, documents.places), documents.file_bytes, strict=False))
-    return Origin(documents.path, None if documents.items is not None else "parquet", files)
-
-
-def _column_of(documents: Index, tokenizer: TokenizerFile | None) -> str:
+def _column_of(documents: Source, tokenizer: TokenizerFile | None) -> str:
     """Return the column that holds the documents. Raises `DataError` if there is none, or several, or no tokenizer."""
     fields: dict[str, pa.DataType] = {field.name: field.type for field in documents.schema}
     found = [name for name, kind in fields.items() if is_text(kind) or _is_tokens(kind)]
@@ -139,7 +153,7 @@ def _is_tokens(kind: pa.DataType) -> bool:
     return bool(lists and pa.types.is_integer(kind.value_type))
 
 
-def _folder_name(documents: Index, length: int, file: TokenizerFile | None, end: int | None, choice: str) -> str:
+def _folder_name(documents: Source, length: int, file: TokenizerFile | None, end: int | None, choice: str) -> str:
     tokenizer = "" if file is None else f"{file.sha256}\0{version('tokenizers')}"
     kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}"
     kind += f"\0{choice}" if choice else ""
@@ -151,7 +165,7 @@ class _Writing:
 
     def __init__(
         self,
-        documents: Index,
+        documents: Source,
         column: str,
         length: int,
         tokenizer: TokenizerFile | None,
@@ -225,12 +239,12 @@ class _Writing:
 
     def _tokens(self, unit: int) -> Iterator[tuple[Ints, Ints]]:
         """Yield the tokens of a unit's documents, and their numbers in their documents, slice by slice."""
-        column = read_unit(self._documents, unit).column(self._column)
+        column = self._documents.read_unit(unit).column(self._column)
         if column.null_count:
             row = column.is_null().to_pylist().index(True)
             raise DataError(
                 f"column '{self._column}' is null, so there is no document",
-                where=named_row(self._documents, unit, row),
+                where=self._documents.name_rows(unit, [row]),
                 remedy="drop such rows, in data.prepare for example",
             )
         text = is_text(column.type)

@@ -6,55 +6,69 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain_plus.data.dataset import again
+from raytrain_plus.data.dataset import dataset, returned_dataset
 from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.data.prepare import prepare
+from raytrain_plus.data.sources.converted_source import ConvertedSource, Origin
 from raytrain_plus.data.sources.differences import differences
-from raytrain_plus.data.sources.mixed_index import mixed_index
-from raytrain_plus.data.sources.packing import packed_again
-from raytrain_plus.data.sources.source import Index, check_unchanged, with_tokenizer
+from raytrain_plus.data.sources.items import ItemSource
+from raytrain_plus.data.sources.mixed_source import MixedSource, mix_of
+from raytrain_plus.data.sources.packing import PackedSource, packed
+from raytrain_plus.data.sources.parquet_source import ParquetSource, check_unchanged, parquet_source
+from raytrain_plus.data.sources.source import Kind, Source
+from raytrain_plus.data.sources.tokenized_source import TokenizedSource, tokenized
 from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan
 
 
-def same_data(plan: Plan, roots: list[Path], expected: Index) -> Index:
+def same_data(plan: Plan, roots: list[Path], expected: Source) -> Source:
     """Make the data if this node lacks it, compare it with what the driver saw, and return it as this node sees it.
 
     Raises `DataChanged` if a file has changed since an earlier worker on this node first saw it, `DataError` if the
     data differs from the driver's.
     """
-    if expected.sources:
-        sources = [same_data(plan, roots, source) for source in expected.sources]
-        seen = replace(mixed_index(sources), older=expected.older)
-        return seen if expected.tokenizer is None else _same_tokenizer(seen, expected.tokenizer)
-    if expected.documents is not None and expected.packed is not None:
-        return _checked(packed_again(same_data(plan, roots, expected.documents), expected.packed), expected)
-    # Not as the job names it: a path may be relative to the driver's working directory.
-    if expected.items is None and (expected.origin is None or expected.origin.format is not None):
-        prepare(plan.job.data.prepare, expected.named, roots)
-    # Each node converts its own copy of what is not Parquet, and may do so again: other files with the same rows.
-    first = plan.sights.get(expected.named) if expected.origin is None and expected.items is None else None
-    if first is not None:
-        check_unchanged(replace(expected, file_sights=first))
-    seen = again(expected, roots, skip=plan.job.data.on_error == "skip")
-    if expected.tokenizer is not None:
-        seen = _same_tokenizer(seen, expected.tokenizer)
-    seen = replace(
-        _checked(seen, expected),
-        schema=expected.schema,
-        read_as=expected.read_as,
-        older=expected.older,
-        partitions=expected.partitions,
-        unit_bytes=expected.unit_bytes,
-    )
-    return seen if first is None else replace(seen, file_sights=first)
+    match expected:
+        case MixedSource():
+            return mix_of([same_data(plan, roots, source) for source in expected.mixed])
+        case TokenizedSource():
+            return _same_tokenizer(same_data(plan, roots, expected.source), expected.tokenizer)
+        case PackedSource():
+            packing = expected.packing
+            tokenizer = None if packing.tokenizer is None else packing.tokenizer.path
+            documents = same_data(plan, roots, expected.documents)
+            return _checked(packed(documents, packing.length, tokenizer, chosen=packing.chosen != ""), expected)
+        case ItemSource():
+            seen = returned_dataset(expected.named, roots, scattered=expected.scattered, run=expected.run)
+            return _checked(seen, expected).read_as(expected.schema)
+        case ConvertedSource(origin=Origin(format=None)):
+            seen = returned_dataset(expected.named, roots, run=expected.origin.run)
+            return _converted_alike(seen, expected)
+        case ConvertedSource():
+            # Each node converts its own copy, and may do so again: other files with the same rows.
+            prepare(plan.job.data.prepare, expected.named, roots)
+            skip = plan.job.data.on_error == "skip"
+            return _converted_alike(dataset(expected.named, expected.origin.format, skip=skip), expected)
+        case ParquetSource():
+            # Not as the job names it: a path may be relative to the driver's working directory.
+            prepare(plan.job.data.prepare, expected.named, roots)
+            first = plan.sights.get(expected.named)
+            if first is not None:
+                replace(expected, sights=first).check_unchanged()
+            found = _checked(parquet_source(expected.named), expected)
+            return found.read_like(expected) if first is None else replace(found.read_like(expected), sights=first)
+    raise TypeError(f"a source of an unknown kind: {type(expected).__name__}")
 
 
-def _checked(seen: Index, expected: Index) -> Index:
+def _converted_alike(seen: Source, expected: ConvertedSource) -> Source:
+    found = _checked(seen, expected)
+    return found.read_like(expected) if isinstance(found, ConvertedSource) else found
+
+
+def _checked(seen: Kind, expected: Source) -> Kind:
     """Return the data that this node sees. Raises `DataError` if it is not what the driver saw."""
     if seen.fingerprint != expected.fingerprint:
-        found = differences(seen.to_json(), expected.to_json())
+        found = differences(seen.describe(), expected.describe())
         raise DataError(
             f"this node ({os.uname().nodename}) sees different data than the driver: {'; '.join(found[:3])}",
             where=expected.named,
@@ -64,10 +78,10 @@ def _checked(seen: Index, expected: Index) -> Index:
     return seen
 
 
-def _same_tokenizer(rows: Index, expected: TokenizerFile) -> Index:
-    """Return the index of the same rows with tokens. Raises `DataError` if the driver has another tokenizer."""
-    found = with_tokenizer(rows, expected.path)
-    seen = found.tokenizer
+def _same_tokenizer(rows: Source, expected: TokenizerFile) -> Source:
+    """Return the source of the same rows with tokens. Raises `DataError` if the driver has another tokenizer."""
+    found = tokenized(rows, expected.path)
+    seen = found.tokenizer if isinstance(found, TokenizedSource) else None
     if seen is None or seen.sha256 != expected.sha256:
         raise DataError(
             f"this node ({os.uname().nodename}) has a different tokenizer than the driver",
@@ -80,14 +94,15 @@ def _same_tokenizer(rows: Index, expected: TokenizerFile) -> Index:
 
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
     """Return, for the path of each dataset that is used as it is, what was first seen of its files on this node."""
-    return {seen.named: seen.file_sights for seen in _datasets(plan) if seen.origin is None}
+    parts = [one for data in _data_of(plan) for one in data.parts]
+    return {one.named: one.sights for one in parts if isinstance(one, ParquetSource)}
 
 
 def check_data(plan: Plan) -> None:
     """Compare all data files with what this worker first saw of them. Raises `DataChanged` if one has changed."""
-    for seen in _datasets(plan):
-        check_unchanged(seen)
+    for data in _data_of(plan):
+        check_unchanged(data)
 
 
-def _datasets(plan: Plan) -> list[Index]:
-    return [one for seen in (plan.index, plan.held_out) if seen is not None for one in seen.sources or (seen,)]
+def _data_of(plan: Plan) -> list[Source]:
+    return [data for data in (plan.data, plan.held_out) if data is not None]

@@ -43,7 +43,7 @@ class Feeds:
         self._plan = plan
         self._pin = pin
         self._collate = collate
-        self.rows = self._apart(rows_of(plan.job, plan.index, transform), draws)
+        self.rows = self._apart(rows_of(plan.job, plan.data, transform), draws)
         """What reads the training data."""
         held_out = None if plan.held_out is None else held_out_rows_of(plan.job, plan.held_out, transform)
         self.held_out = None if held_out is None else self._apart(held_out, draws)
@@ -71,7 +71,7 @@ class Feeds:
     def named(self, place: RowSpan) -> str:
         """Return which rows these are, for people."""
         start = place.step * self.rows.sample_order.per_shard + place.offset
-        rows = named_rows(self.rows.index, self.rows.sample_order, place.shard, start, place.rows)
+        rows = named_rows(self.rows.source, self.rows.sample_order, place.shard, start, place.rows)
         return f"of shard {place.shard} in step {place.step}, {rows}"
 
     def batches(self, shards: Sequence[int], first_step: int, *, stream: bool) -> Batches:
@@ -118,7 +118,7 @@ class Feeds:
 
     def _counts(self, shards: Sequence[int]) -> Counts:
         job = self._plan.job
-        return Counts(sample_order_of(job, self._plan.index), shards, job.parallel.microbatches)
+        return Counts(sample_order_of(job, self._plan.data), shards, job.parallel.microbatches)
 
 
 def _evaluation(job: Job, rows: RowReader, collate: Collate) -> Evaluation | None:

@@ -115,14 +115,14 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     # With what this node sees of the files; the driver may see copies of its own.
     plan = replace(
         plan,
-        index=same_data(plan, roots, plan.index),
+        data=same_data(plan, roots, plan.data),
         held_out=None if plan.held_out is None else same_data(plan, roots, plan.held_out),
     )
     device = device_of(job)
     technique_of(job, device).precision.set_up()
     transform = load_function(job.data.transform, roots) if job.data.transform else None
     # No thread of this process trains yet.
-    draws = with_draws(rows_of(job, plan.index, transform)).draws
+    draws = with_draws(rows_of(job, plan.data, transform)).draws
     rules = NEW_RULES if plan.resumed is None else rules_of(plan.resumed)
     trial = _trial(plan, cls, device, transform, rules, draws=draws) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
@@ -206,7 +206,7 @@ def _trial(
     draws: bool,
 ) -> Trial:
     """Try the task, and free what that has built."""
-    rows, held_out = rows_of(plan.job, plan.index, transform), None
+    rows, held_out = rows_of(plan.job, plan.data, transform), None
     if plan.held_out is not None:
         held_out = replace(held_out_rows_of(plan.job, plan.held_out, transform), draws=draws)
     found = try_task(plan.job, cls, device, replace(rows, draws=draws), held_out, rules)

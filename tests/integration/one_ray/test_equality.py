@@ -16,7 +16,7 @@ from torch import nn
 from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.transform_block import RowReader, without_ids
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.model.randomness import random_key, set_random_key
@@ -50,10 +50,10 @@ def losses(job: Job) -> list[float]:
 def plain_losses(job: Job, transform: Any = None) -> list[float]:
     """Train with a plain loop, written from the documented rules alone."""
     task = Net(**job.args)
-    seen = index(job.data.path)
+    seen = parquet_source(job.data.path)
     sample_order = sample_order_of(job, seen)
     rows = RowReader(
-        index=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule
+        source=seen, sample_order=sample_order, seed=job.seed, transform=transform, block_rows=job.data.granule
     )
     if task.named:
         model = nn.Sequential()
@@ -190,9 +190,9 @@ def test_evaluation_is_an_exact_mean_over_rows_whatever_the_workers(tmp_path: Pa
         set_random_key(random_key(11, "init", name))
         model.add_module(name, build())
     model.eval()
-    seen = index(tmp_path / "held_out")
+    seen = parquet_source(tmp_path / "held_out")
     rows = RowReader(
-        index=seen,
+        source=seen,
         sample_order=sample_order_of(
             replace(base, steps=None, epochs=1, data=replace(base.data, shuffle="none")), seen
         ),

@@ -25,7 +25,7 @@ from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles, ledger_t
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.storage.folders.local import LocalFolder
@@ -52,8 +52,8 @@ def job(tmp_path: Path) -> Job:
 
 def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     """Return the notes of what the run's own readers deliver, step by step."""
-    seen = index(job.data.path)
-    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
+    seen = parquet_source(job.data.path)
+    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
         feed = Batches(
@@ -100,8 +100,8 @@ def test_a_row_that_was_used_twice_is_counted(job: Job) -> None:
     # The shard's next row is used twice: at the end of one step, with its own id, and again in the next step.
     notes = notes_of(job)
     table = pa.concat_tables([pq.read_table(file) for file in sorted((run_of(job, notes) / "ledger").iterdir())])
-    seen = index(job.data.path)
-    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
+    seen = parquet_source(job.data.path)
+    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=0, transform=None, block_rows=4)
     [row_range, *_] = rows.sample_order.row_ranges_between(1, 12, 13)
     notes[3][1]["rows"] += 1
     more = rows.read(row_range).column("_raytrain_id").to_pylist()[0]
@@ -569,7 +569,7 @@ def test_a_damaged_resumed_event_is_refused(tmp_path: Path, line: str) -> None:
 def skipping(job: Job) -> tuple[Job, list[np.ndarray], list[bytes]]:
     """Return notes of a run that skipped two rows of the first file wherever they came: rows 3 and 12 of it."""
     job = replace(job, data=replace(job.data, on_error="skip"))
-    seen = index(job.data.path)
+    seen = parquet_source(job.data.path)
     order = sample_order_of(job, seen)
     notes, skipped = notes_of(job), []
     for step, of_step in enumerate(notes):

@@ -22,7 +22,6 @@ from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.order.mixed_order import apportioned, pattern_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import read_unit
 from raytrain_plus.errors import InputError
 from tests.support.ledgers import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 
@@ -36,7 +35,7 @@ def job_of(folder: Path, weights: list[float], *, steps: int, shards: int = 4, b
 def notes_of(job: Job) -> list[np.ndarray]:
     """Return the notes of what the run's own reader delivers, step by step."""
     seen = training_data(job, [])
-    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
+    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     shards = range(job.data.shards)
     feed = Batches(rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
@@ -99,7 +98,7 @@ def test_the_same_file_in_two_sources_has_two_sets_of_rows(tmp_path: Path) -> No
     data = Data(mix=mix, batch_size=12, shards=4)
     job = Job(name="run", task="a:B", data=data, steps=10, storage=str(tmp_path))
     seen = training_data(job, [])
-    ids = [number for unit in range(8) for number in read_unit(seen, unit).column(ROW_ID).to_pylist()]
+    ids = [number for unit in range(8) for number in seen.read_unit(unit).column(ROW_ID).to_pylist()]
     assert len(set(ids)) == 80
     found = audit(run_of(job, notes_of(job)))
     assert [(epoch.source, epoch.due) for epoch in found.epochs] == [(0, 40), (0, 20), (1, 40), (1, 20)]

@@ -16,7 +16,8 @@ from raytrain_plus.controller.group.formation import Formed
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.ledger.ledger import NOTE
-from raytrain_plus.data.sources.source import Index
+from raytrain_plus.data.sources.parquet_source import ParquetSource
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import WorkerLost
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job, Workers
@@ -205,9 +206,9 @@ def job_of(minimum: int = 1, maximum: int = 2, spares: int = 0, **settings: Any)
     return Job(name="x", task="t:T", data=data, workers=workers, **{"steps": 4, **settings})
 
 
-def index_of(rows: int) -> Index:
-    return Index(
-        path="x",
+def source_of(rows: int) -> Source:
+    return ParquetSource(
+        named="x",
         root="",
         files=("x",),
         file_bytes=(1,),
@@ -219,7 +220,7 @@ def index_of(rows: int) -> Index:
         unit_bytes=(1,),
         schema=pa.schema([("x", pa.float32())]),
         fingerprint="f",
-        file_sights=(),
+        sights=(),
     )
 
 
@@ -229,7 +230,7 @@ def order_of(job: Job, folder: Path, past: Past | None = None) -> RunOrder:
         pickled_task=None,
         roots=(".",),
         steps=job.steps or 0,
-        index=index_of(80),
+        data=source_of(80),
         held_out=None,
         collective="torch",
         folder=str(folder),
@@ -239,6 +240,7 @@ def order_of(job: Job, folder: Path, past: Past | None = None) -> RunOrder:
         sizes=size_table(job),
         fresh=False,
         past=past,
+        dataset={},
         task_modules={},
         job_yaml=job.to_yaml(),
         versions={},

@@ -97,7 +97,7 @@ class Kept:
         )
         plan = SimpleNamespace(
             job=SimpleNamespace(name="run", seed=3, best=None, checkpoint=Checkpoint(every_s=EVERY_S, keep=2)),
-            index=SimpleNamespace(fingerprint="f", rows=9),
+            data=SimpleNamespace(fingerprint="f", rows=9),
         )
         order: Any = SimpleNamespace(plan=plan, past=None, task_sha256=None, job_yaml="seed: 3\n", versions={"v": "1"})
         journal: Any = self.journal

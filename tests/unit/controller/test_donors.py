@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytrain_plus.controller.roster.donors import Source, sources_of
+from raytrain_plus.controller.roster.donors import DonorPart, donor_parts
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
@@ -29,8 +29,8 @@ def pieces(stage: Stage) -> Pieces:
 
 def sources(
     takers: Mapping[str, Stage], holding: Mapping[str, Stage], providers: Sequence[tuple[str, Stage]]
-) -> dict[str, tuple[Source, ...]]:
-    return sources_of(
+) -> dict[str, tuple[DonorPart, ...]]:
+    return donor_parts(
         {name: pieces(stage) for name, stage in takers.items()},
         {name: pieces(stage) for name, stage in holding.items()},
         {provider: pieces(provider[1]) for provider in providers},
@@ -40,9 +40,9 @@ def sources(
 
 def test_a_newcomer_takes_its_whole_stage_from_its_holder() -> None:
     given = [("a", Stage(0, 2)), ("b", Stage(1, 2))]
-    assert sources({"x": Stage(1, 2)}, {}, given) == {"x": (Source("b", Stage(1, 2), None),)}
+    assert sources({"x": Stage(1, 2)}, {}, given) == {"x": (DonorPart("b", Stage(1, 2), None),)}
     whole = [("a", Stage())]
-    assert sources({"x": Stage()}, {}, whole) == {"x": (Source("a", Stage(), None),)}
+    assert sources({"x": Stage()}, {}, whole) == {"x": (DonorPart("a", Stage(), None),)}
 
 
 def test_a_member_takes_from_its_own_copy_what_it_lacks() -> None:
@@ -52,7 +52,7 @@ def test_a_member_takes_from_its_own_copy_what_it_lacks() -> None:
     [found] = sources({"a": Stage()}, {"a": own}, given)["a"]
     assert (found.worker, found.stage) == ("a", other)
     both = sources({"a": other, "x": other}, {}, given)
-    assert both["a"] == (Source("a", other, None),)
+    assert both["a"] == (DonorPart("a", other, None),)
     assert {one.worker for one in both["x"]} == {"a", "b"}, "those that give share the work"
 
 
@@ -94,7 +94,7 @@ def test_stages_of_two_partitions_give_each_layer_once() -> None:
     """A state of which some workers hold stages of two, others of three."""
     held = [("a", Stage(0, 2)), ("b", Stage(1, 3)), ("c", Stage(2, 3))]
     taken = sources({"c": Stage(1, 2), "x": Stage(0, 2)}, {"c": Stage(2, 3)}, held)
-    assert taken["c"] == (Source("b", Stage(1, 3), ("block6", "block7")),)
+    assert taken["c"] == (DonorPart("b", Stage(1, 3), ("block6", "block7")),)
     assert [layer for part in taken["x"] for layer in part.layers or LAYERS[:6]] == LAYERS[:6]
 
 
@@ -125,10 +125,10 @@ def test_rows_come_from_those_who_hold_them_and_the_rest_from_one() -> None:
     rest = Pieces.of([Piece(REST)])
     providers = {(name, Stage()): union([rest, own]) for name, own in rows.items()}
     wanted = Pieces.of([Piece("optim/w", 1, 8)])
-    found = sources_of({"x": union([rest, wanted])}, {}, providers, {REST: 0, "optim/w": 4})["x"]
+    found = donor_parts({"x": union([rest, wanted])}, {}, providers, {REST: 0, "optim/w": 4})["x"]
     assert Pieces.of(piece for one in found for piece in one.rows or ()) == wanted
     assert sorted(str(one.layers) for one in found) == ["()", "None"]
     # A member that keeps its weights takes rows alone.
     held = union([rest, rows["a"]])
-    [one] = sources_of({"a": union([rest, wanted])}, {"a": held}, providers, {REST: 0, "optim/w": 4})["a"]
-    assert one == Source("b", Stage(), (), (Piece("optim/w", 4, 8),))
+    [one] = donor_parts({"a": union([rest, wanted])}, {"a": held}, providers, {REST: 0, "optim/w": 4})["a"]
+    assert one == DonorPart("b", Stage(), (), (Piece("optim/w", 4, 8),))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raytrain_plus.audit.audit_faults import Faults
 from raytrain_plus.audit.audit_files import compare
 from raytrain_plus.data.paths.files import find_files, split_pattern
-from raytrain_plus.data.sources.source import index, read_unit
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import DataError
 from tests.support.datasets import write
 
@@ -81,28 +81,28 @@ def test_a_pattern_that_spells_a_folder_starts_there(tmp_path: Path) -> None:
 def test_the_recursive_pattern_is_the_folder(tmp_path: Path) -> None:
     for name in ("b.parquet", "a/z.parquet", "_x.parquet", ".git/y.parquet"):
         write(tmp_path / "data" / name, 5)
-    whole, matched = index(tmp_path / "data"), index(tmp_path / "data" / "**" / "*.parquet")
+    whole, matched = parquet_source(tmp_path / "data"), parquet_source(tmp_path / "data" / "**" / "*.parquet")
     assert whole.files == matched.files == ("a/z.parquet", "b.parquet")
     assert whole.fingerprint == matched.fingerprint
-    assert read_unit(matched, 0).equals(read_unit(whole, 0))
+    assert matched.read_unit(0).equals(whole.read_unit(0))
 
 
 def test_the_fingerprint_and_order_do_not_know_the_place(tmp_path: Path) -> None:
     for folder in ("one", "[two]"):
         for day in ("2024-02", "2024-01", "2023-01"):
             write(tmp_path / folder / day / "0.parquet", 9, start=int(day[-1]))
-    one, two = (index(tmp_path / folder / "2024-*" / "*.parquet") for folder in ("one", "[two]"))
+    one, two = (parquet_source(tmp_path / folder / "2024-*" / "*.parquet") for folder in ("one", "[two]"))
     assert one.files == two.files == ("2024-01/0.parquet", "2024-02/0.parquet")
     assert one.fingerprint == two.fingerprint
-    assert one.path == str(tmp_path / "one/2024-*/*.parquet")
+    assert one.named == str(tmp_path / "one/2024-*/*.parquet")
 
 
 def test_a_relative_pattern_starts_at_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data" / "a.parquet", 9)
     monkeypatch.chdir(tmp_path)
-    seen = index("data/*.parquet")
+    seen = parquet_source("data/*.parquet")
     assert seen.file(0) == tmp_path / "data" / "a.parquet"
-    assert seen.to_json()["path"] == str(tmp_path / "data" / "*.parquet")
+    assert seen.describe()["path"] == str(tmp_path / "data" / "*.parquet")
 
 
 def test_a_path_that_exists_is_taken_literally(tmp_path: Path) -> None:

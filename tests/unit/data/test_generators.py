@@ -17,8 +17,8 @@ from raytrain_plus.data.order.mixed_order import MixedOrder
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.stream import _read_one
 from raytrain_plus.data.reading.transform_block import RowReader, with_draws
-from raytrain_plus.data.sources.mixed_index import mixed_index
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.mixed_source import mixed
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.values.generators import draws, seeded
 from raytrain_plus.errors import TaskError
 from tests.integration.tasks import write_data
@@ -47,9 +47,9 @@ def test_draws_are_noticed_and_seeded(which: str) -> None:
 
 
 def rows_of(path: Path, transform: Any, **changes: Any) -> RowReader:
-    seen = index(path)
+    seen = parquet_source(path)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=3, shuffle="rows", steps=9)
-    return RowReader(index=seen, sample_order=order, seed=3, transform=transform, block_rows=8, **changes)
+    return RowReader(source=seen, sample_order=order, seed=3, transform=transform, block_rows=8, **changes)
 
 
 def noisy(table: pa.Table, rng: np.random.Generator) -> pa.Table:
@@ -77,8 +77,8 @@ def test_a_transform_that_draws_from_them_gets_the_numbers_of_its_block(tmp_path
 def test_a_few_rows_of_each_source_are_judged(tmp_path: Path) -> None:
     for name in "ab":
         write_data(tmp_path / name)
-    seen = mixed_index([index(tmp_path / name) for name in "ab"])
-    units = [source.unit_rows for source in seen.sources]
+    seen = mixed([parquet_source(tmp_path / name) for name in "ab"])
+    units = [source.unit_rows for source in seen.parts]
     # The rows of a step come source by source.
     order = MixedOrder(units, [1, 1], shards=2, batch_size=512, seed=3, steps=9)
     judged: list[int] = []
@@ -87,7 +87,7 @@ def test_a_few_rows_of_each_source_are_judged(tmp_path: Path) -> None:
         judged.append(table.num_rows)
         return noisy(table, rng) if len(judged) > 1 else table
 
-    rows = RowReader(index=seen, sample_order=order, seed=3, transform=of_the_second, block_rows=64)
+    rows = RowReader(source=seen, sample_order=order, seed=3, transform=of_the_second, block_rows=64)
     assert with_draws(rows).draws
     assert judged == [8, 8]
 

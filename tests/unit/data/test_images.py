@@ -20,7 +20,8 @@ from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.order.sample_order import RowRange
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.source import Index, index
+from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.values.images import DecodeImages
 from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.errors import DataError
@@ -55,10 +56,10 @@ def job(path: Path, size: tuple[int, int] | None = SIZE, held_out: Path | None =
     )
 
 
-def write_parquet(file: Path, images: list[bytes | None], group: int = 5) -> Index:
+def write_parquet(file: Path, images: list[bytes | None], group: int = 5) -> Source:
     table = pa.table({"image": pa.array(images, pa.binary()), "label": pa.array(range(len(images)))})
     pq.write_table(table, file, row_group_size=group)
-    return index(file)
+    return parquet_source(file)
 
 
 def test_it_decodes_as_pillow_does() -> None:

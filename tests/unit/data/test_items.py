@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from raytrain_plus.data.dataset import again, returned_dataset
+from raytrain_plus.data.dataset import returned_dataset
 from raytrain_plus.data.ledger.ledger import ROW_ID
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources import items as items_module
 from raytrain_plus.data.sources.differences import differences
-from raytrain_plus.data.sources.items import BLOCK, changes_of
+from raytrain_plus.data.sources.items import BLOCK, ItemSource, changes_of
 from raytrain_plus.data.sources.row_names import named_rows
-from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataChanged, DataError, TaskError
+from tests.support.datasets import seen_again
 
 SOURCE = """
 from pathlib import Path
@@ -84,15 +85,15 @@ def root(tmp_path: Path) -> Iterator[Path]:
     open_dataset.cache_clear()
 
 
-def opened(seen: Index) -> UserDataset:
+def opened(seen: Source) -> UserDataset:
     """Return the dataset as this process has opened it."""
-    assert seen.items is not None
-    return open_dataset(seen.items.spec, seen.items.roots, seen.items.run)
+    assert isinstance(seen, ItemSource)
+    return open_dataset(seen.named, seen.roots, seen.run)
 
 
-def rows_of(seen: Index, shuffle: str = "rows", transform: object = None) -> RowReader:
+def rows_of(seen: Source, shuffle: str = "rows", transform: object = None) -> RowReader:
     order = SampleOrder(seen.unit_rows, shards=4, batch_size=40, seed=5, epochs=2, shuffle=shuffle)  # type: ignore[arg-type]
-    return RowReader(index=seen, sample_order=order, seed=5, transform=transform, block_rows=16)  # type: ignore[arg-type]
+    return RowReader(source=seen, sample_order=order, seed=5, transform=transform, block_rows=16)  # type: ignore[arg-type]
 
 
 def epoch(rows: RowReader, number: int = 0) -> list[int]:
@@ -119,7 +120,7 @@ def test_every_item_is_read_once_in_an_epoch(root: Path, spec: str) -> None:
 
 def test_blocks_are_scattered_over_the_dataset_if_it_is_shuffled(root: Path) -> None:
     seen = returned_dataset("squares:thousand", [root], scattered=True)
-    items = read_unit(seen, 3).column("_1").to_pylist()
+    items = seen.read_unit(3).column("_1").to_pylist()
     assert max(items) - min(items) > 500
     plain = returned_dataset("squares:thousand", [root])
     assert epoch(rows_of(plain, "none")) == list(range(1000))
@@ -139,12 +140,12 @@ def test_only_the_items_of_a_range_are_read(root: Path) -> None:
 def test_a_part_of_a_unit_has_the_rows_of_the_whole(root: Path, transform: object) -> None:
     rows = rows_of(returned_dataset("squares:thousand", [root], scattered=True), transform=transform)
     for row_range in rows.sample_order.row_ranges_between(1, 0, 90):
-        assert rows.read(row_range).equals(rows.cut(read_unit(rows.index, row_range.unit), row_range))
+        assert rows.read(row_range).equals(rows.cut(rows.source.read_unit(row_range.unit), row_range))
 
 
 def test_ids_belong_to_places_and_are_unique(root: Path) -> None:
     seen = returned_dataset("squares:thousand", [root], scattered=True)
-    ids = np.concatenate([read_unit(seen, unit).column(ROW_ID).to_numpy() for unit in range(len(seen.unit_rows))])
+    ids = np.concatenate([seen.read_unit(unit).column(ROW_ID).to_numpy() for unit in range(len(seen.unit_rows))])
     assert len(set(ids.tolist())) == 1000
 
 
@@ -165,8 +166,8 @@ def test_large_datasets_have_larger_blocks(root: Path, monkeypatch: pytest.Monke
 def test_another_length_content_or_source_has_another_fingerprint(root: Path) -> None:
     seen = {name: returned_dataset(f"squares:{name}", [root]) for name in ("thousand", "shifted", "fewer", "many")}
     assert len({one.fingerprint for one in seen.values()}) == 4
-    said = {name: json.loads(json.dumps(one.to_json())) for name, one in seen.items()}
-    assert differences(seen["thousand"].to_json(), said["thousand"]) == []
+    said = {name: json.loads(json.dumps(one.describe())) for name, one in seen.items()}
+    assert differences(seen["thousand"].describe(), said["thousand"]) == []
     source = "the source of its function differs"
     assert differences(said["fewer"], said["thousand"]) == ["it has 999 items, not 1000", source]
     assert differences(said["many"], said["thousand"]) == [source]
@@ -178,8 +179,7 @@ def test_another_length_content_or_source_has_another_fingerprint(root: Path) ->
 
 def test_a_worker_sees_the_same_dataset_again(root: Path) -> None:
     seen = returned_dataset("squares:thousand", [root], scattered=True)
-    assert again(seen, [root]) == seen
-    assert again(seen, [root]).items == seen.items
+    assert seen_again(seen, root) == seen
 
 
 def test_items_that_change_between_reads_are_refused(root: Path) -> None:
@@ -190,10 +190,10 @@ def test_items_that_change_between_reads_are_refused(root: Path) -> None:
 def test_an_item_that_changes_later_is_noticed_when_it_is_read(root: Path) -> None:
     seen = returned_dataset("squares:thousand", [root])
     opened(seen).value.shift = 1
-    assert seen.items is not None
-    mark = next(iter(seen.items.marks))
+    assert isinstance(seen, ItemSource)
+    mark = next(iter(seen.marks))
     with pytest.raises(DataChanged, match=f"item {mark} is not the same"):
-        read_unit(seen, mark // BLOCK)
+        seen.read_unit(mark // BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_errors_of_the_users_code_are_named_and_show_its_frames(root: Path) -> N
     seen = returned_dataset("squares:thousand", [root])
     opened(seen).value.broken = 70
     with pytest.raises(TaskError, match="item 70 raised ValueError: no such image") as raised:
-        read_unit(seen, 70 // BLOCK)
+        seen.read_unit(70 // BLOCK)
     assert "no such image" in raised.value.user_traceback
 
 
@@ -231,22 +231,22 @@ def test_a_dataset_that_returns_too_few_items_is_refused(root: Path) -> None:
     seen = returned_dataset("squares:many", [root])
     opened(seen).value.most = 3
     with pytest.raises(DataError, match="__getitems__ returned 3 items for 32 indices"):
-        read_unit(seen, 0)
+        seen.read_unit(0)
 
 
 def test_a_list_is_a_dataset(root: Path) -> None:
     seen = returned_dataset("squares:listed", [root])
-    assert [read_unit(seen, unit).column("x").to_pylist() for unit in (0, 1)] == [list(range(32)), list(range(32, 40))]
+    assert [seen.read_unit(unit).column("x").to_pylist() for unit in (0, 1)] == [list(range(32)), list(range(32, 40))]
 
 
 def test_another_run_in_the_same_process_sees_changed_data(root: Path) -> None:
     torch.save(torch.arange(40), root / "rows.pt")
     before = returned_dataset("squares:stored", [root])
-    assert read_unit(before, 0).column("_").to_pylist() == list(range(32))
+    assert before.read_unit(0).column("_").to_pylist() == list(range(32))
     torch.save(torch.arange(40) + 5, root / "rows.pt")
     after = returned_dataset("squares:stored", [root])
     assert after.fingerprint != before.fingerprint
-    assert read_unit(after, 0).column("_").to_pylist() == list(range(5, 37))
+    assert after.read_unit(0).column("_").to_pylist() == list(range(5, 37))
 
 
 def test_two_parts_of_a_random_split_are_disjoint(root: Path) -> None:
@@ -258,7 +258,7 @@ def test_two_parts_of_a_random_split_are_disjoint(root: Path) -> None:
     assert torch.equal(torch.rand(2), expected)
     seen.append(returned_dataset("squares:second_half", [root]))
     items = [
-        {item for unit in range(len(one.unit_rows)) for item in read_unit(one, unit).column("_1").to_pylist()}
+        {item for unit in range(len(one.unit_rows)) for item in one.read_unit(unit).column("_1").to_pylist()}
         for one in seen
     ]
     assert (len(items[0]), len(items[1]), len(items[0] | items[1])) == (600, 400, 1000)
@@ -273,4 +273,4 @@ def test_a_field_without_values_has_the_type_that_hugging_face_declares(root: Pa
     )
     seen = returned_dataset("squares:declared", [root])
     assert seen.schema.field("x").type == "int32"
-    assert read_unit(seen, 6).column("x").to_pylist() == [None] * 7 + [7]
+    assert seen.read_unit(6).column("x").to_pylist() == [None] * 7 + [7]

@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data.dataset import dataset, training_data
-from raytrain_plus.data.sources.mixed_index import mixed_index
-from raytrain_plus.data.sources.source import Index, alike, index
+from raytrain_plus.data.sources.alike import alike
+from raytrain_plus.data.sources.mixed_source import mixed
+from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import DataError
 from tests.support.read_types import job
 
@@ -20,16 +22,16 @@ def features(names: list[str]) -> dict[str, object]:
     return {"label": {"names": names, "_type": "ClassLabel"}, "x": {"dtype": "int64", "_type": "Value"}}
 
 
-def parquet(file: Path, *names: str, **others: list[str]) -> Index:
+def parquet(file: Path, *names: str, **others: list[str]) -> Source:
     """Write what `Dataset.to_parquet` does. `others`: classes of other columns."""
     file.parent.mkdir(parents=True, exist_ok=True)
     labels = {name: {"names": found, "_type": "ClassLabel"} for name, found in others.items()}
     metadata = {b"huggingface": json.dumps({"info": {"features": features([*names]) | labels}}).encode()}
     pq.write_table(pa.table({"label": [0, 1], "x": [1, 2]}).replace_schema_metadata(metadata), file)
-    return index(file.parent)
+    return parquet_source(file.parent)
 
 
-def saved(folder: Path, *names: str) -> Index:
+def saved(folder: Path, *names: str) -> Source:
     """Write what `save_to_disk` does."""
     folder.mkdir(parents=True)
     table = pa.table({"label": [0, 1], "x": [1, 2]})
@@ -48,15 +50,15 @@ def test_classes_in_another_order_are_refused(tmp_path: Path, write: object) -> 
     same, other = write(tmp_path / "b" / at, "cat", "dog"), write(tmp_path / "c" / at, "dog", "cat")  # type: ignore[operator]
     assert train.labels == {"label": ["cat", "dog"]}
     alike(train, same)
-    mixed_index([train, same])
+    mixed([train, same])
     with pytest.raises(DataError, match=r"classes of 'label' have other numbers .*: 0 is 'dog', not 'cat'") as caught:
         alike(train, other)
     assert "expected: the classes cat, dog" in str(caught.value)
     with pytest.raises(DataError, match="0 is 'dog', not 'cat'"):
-        mixed_index([train, other])
+        mixed([train, other])
     more = write(tmp_path / "d" / at, "cat", "dog", "hen")  # type: ignore[operator]
     with pytest.raises(DataError, match=r"have other numbers than in .*: 3, not 2"):
-        alike(mixed_index([train, same]), more)
+        alike(mixed([train, same]), more)
 
 
 def test_files_of_one_path_must_have_the_same_classes(tmp_path: Path) -> None:
@@ -82,6 +84,6 @@ def test_data_without_names_is_not_compared(tmp_path: Path) -> None:
         pq.write_table(
             pa.table({"label": [1], "x": [2]}).replace_schema_metadata(metadata), tmp_path / "b" / "0.parquet"
         )
-        other = index(tmp_path / "b")
+        other = parquet_source(tmp_path / "b")
         assert other.labels == {}
         alike(train, other)

@@ -16,29 +16,23 @@ from PIL import Image
 
 from raytrain_plus import Data, Job, Task
 from raytrain_plus.data.dataset import dataset, training_data
-from raytrain_plus.data.ledger.ledger import row_ids
-from raytrain_plus.data.of_job import data_paths, mixed_sources, read_factor_of, rows_of, sample_order_of
+from raytrain_plus.data.of_job import data_paths, read_factor_of, rows_of, sample_order_of, source_shares
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
+from raytrain_plus.data.sources.alike import check_alike
+from raytrain_plus.data.sources.converted_source import class_names
 from raytrain_plus.data.sources.differences import differences
-from raytrain_plus.data.sources.mixed_index import mixed_index
-from raytrain_plus.data.sources.row_names import named_row, named_rows
-from raytrain_plus.data.sources.source import (
-    Index,
-    check_alike,
-    check_enough,
-    check_restored,
-    check_unchanged,
-    class_names,
-    index,
-    read_unit,
-)
+from raytrain_plus.data.sources.mixed_source import mixed
+from raytrain_plus.data.sources.parquet_source import check_restored, check_unchanged, parquet_source
+from raytrain_plus.data.sources.row_names import named_rows
+from raytrain_plus.data.sources.source import Around, Source, check_enough
+from raytrain_plus.data.sources.tokenized_source import TokenizedSource
 from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch.machine_check import needs_of
 from raytrain_plus.workers.preparation.data_check import check_data, same_data, sights_of
-from tests.support.datasets import ThreadStream, augment, gather, to_rows
+from tests.support.datasets import ThreadStream, augment, gather, ids_of, to_rows
 
 ITEMS = """
 import torch
@@ -74,7 +68,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(name="run", task="a:B", data=Data(mix=mix, batch_size=24, shards=4, granule=4), steps=20, seed=5)
 
 
-def data_of(job: Job) -> Index:
+def data_of(job: Job) -> Source:
     assert job.data.mix is not None
     return training_data(job, [Path(job.data.mix[0]["path"]).parent])
 
@@ -148,43 +142,42 @@ def test_each_row_of_a_source_is_used_once_in_its_epoch(job: Job) -> None:
 
 def test_ids_carry_the_source(job: Job) -> None:
     seen = data_of(job)
-    ids = [read_unit(seen, unit).column("_raytrain_id").to_numpy() for unit in range(len(seen.unit_rows))]
+    ids = [seen.read_unit(unit).column("_raytrain_id").to_numpy() for unit in range(len(seen.unit_rows))]
     for unit, found in enumerate(ids):
-        file = seen.files[seen.unit_file[unit]]
-        assert np.array_equal(found, row_ids(file, seen.unit_group[unit], seen.unit_rows[unit]))
+        assert np.array_equal(found, ids_of(seen, unit))
     assert len(np.unique(np.concatenate(ids))) == 37 + 12 + 23 + 31
-    assert seen.files[:2] == ("0/0.parquet", "1/0.parquet")
-    assert seen.files[-1] == "3/mixed_items:numbers"
+    files = [file["path"] for file in seen.describe()["files"]]
+    assert (files[:2], files[-1]) == (["0/0.parquet", "1/0.parquet"], "3/mixed_items:numbers")
 
 
 def test_what_a_mix_says_of_itself(job: Job, tmp_path: Path) -> None:
     seen = data_of(job)
-    said = json.loads(json.dumps(seen.to_json()))
+    said = json.loads(json.dumps(seen.describe()))
     assert [source["rows"] for source in said["sources"]] == [37, 12, 23, 31]
     assert said["sources"][2]["converted_from"] == str(tmp_path / "c")
     assert "dataset" in said["sources"][3]
     assert (said["path"], said["rows"], seen.rows) == ("data.mix", 103, 103)
     assert differences(said, said) == []
     assert data_paths(job) == {f"data.mix[{number}].path": str(tmp_path / "abc"[number]) for number in range(3)}
-    lines = [source.line() for source in mixed_sources(job, seen)]
+    lines = [source.line() for source in source_shares(job, seen)]
     assert lines[1] == f"  source 1, {tmp_path / 'b'}: 12 rows, weight 1, 11.11 % of each step, 4.50 epochs"
     factor = read_factor_of(sample_order_of(job, seen), seen)
     assert factor is not None
     assert 1 <= factor < 3
     assert seen.name(0) == f"{tmp_path / 'a' / '0.parquet'}, row group 0"
-    assert named_row(seen, 5, 1) == f"row 1 of {tmp_path / 'b' / '0.parquet'}, row group 1"
+    assert seen.name_rows(5, [1]) == f"row 1 of {tmp_path / 'b' / '0.parquet'}, row group 1"
     names = named_rows(seen, sample_order_of(job, seen), 1, 6, 6)
     assert f"of {tmp_path / 'a' / '0.parquet'}" in names
     assert "of mixed_items:numbers" in names
 
 
 def test_differences_of_mixes(job: Job, tmp_path: Path) -> None:
-    then = json.loads(json.dumps(data_of(job).to_json()))
+    then = json.loads(json.dumps(data_of(job).describe()))
     assert differences({**then, "sources": then["sources"][:3]}, then) == ["data.mix has another number of sources"]
-    assert differences(index(tmp_path / "a").to_json(), then) == ["data.mix has another number of sources"]
+    assert differences(parquet_source(tmp_path / "a").describe(), then) == ["data.mix has another number of sources"]
     pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "b" / "0.parquet")
     (tmp_path / "mixed_items.py").write_text(ITEMS.replace("return 31", "return 32"))
-    now = mixed_index([index(tmp_path / "a"), index(tmp_path / "b")]).to_json()
+    now = mixed([parquet_source(tmp_path / "a"), parquet_source(tmp_path / "b")]).describe()
     both = {**now, "sources": [*now["sources"], *then["sources"][2:]], "files": [*now["files"], *then["files"][2:]]}
     [changed] = differences(both, then)
     assert changed.startswith("1/0.parquet has ")
@@ -206,7 +199,7 @@ def test_sources_with_other_columns_are_refused(tmp_path: Path, other: dict[str,
     (tmp_path / "b").mkdir()
     pq.write_table(pa.table(other), tmp_path / "b" / "0.parquet")
     with pytest.raises(DataError, match=words) as caught:
-        mixed_index([index(tmp_path / "a"), index(tmp_path / "b")])
+        mixed([parquet_source(tmp_path / "a"), parquet_source(tmp_path / "b")])
     assert caught.value.where == f"data.mix[1]: {tmp_path / 'b'}"
     assert f"as in data.mix[0]: {tmp_path / 'a'}" in str(caught.value)
     assert "or name those to read, with their types, in data.columns" in str(caught.value)
@@ -215,12 +208,12 @@ def test_sources_with_other_columns_are_refused(tmp_path: Path, other: dict[str,
 def test_a_source_needs_a_row_for_each_shard(tmp_path: Path) -> None:
     write(tmp_path / "a", 0, 30)
     write(tmp_path / "b", 0, 3)
-    seen = mixed_index([index(tmp_path / "a"), index(tmp_path / "b")])
+    seen = mixed([parquet_source(tmp_path / "a"), parquet_source(tmp_path / "b")])
     check_enough(seen, 3)
     with pytest.raises(DataError, match=r"the data has 3 rows, fewer than data\.shards = 4") as caught:
         check_enough(seen, 4)
     assert caught.value.where == str(tmp_path / "b")
-    check_alike(seen, index(tmp_path / "a"))
+    check_alike(seen, parquet_source(tmp_path / "a"))
 
 
 def test_a_changed_file_of_a_source_is_found(job: Job, tmp_path: Path) -> None:
@@ -233,24 +226,23 @@ def test_a_changed_file_of_a_source_is_found(job: Job, tmp_path: Path) -> None:
     with pytest.raises(DataChanged, match="the file changed while the run used it") as caught:
         check_unchanged(seen)
     with pytest.raises(DataChanged):
-        read_unit(seen, 4)
-    read_unit(seen, 3)
+        seen.read_unit(4)
+    seen.read_unit(3)
     assert caught.value.first is not None
     with pytest.raises(DataError, match="has not been restored"):
         check_restored(seen, caught.value.first)
 
 
-def plan_of(job: Job, seen: Index) -> SimpleNamespace:
-    return SimpleNamespace(job=job, sights={}, index=seen, held_out=None)
+def plan_of(job: Job, seen: Source) -> SimpleNamespace:
+    return SimpleNamespace(job=job, sights={}, data=seen, held_out=None)
 
 
 def test_a_node_compares_each_source(job: Job, tmp_path: Path) -> None:
     seen = data_of(job)
     plan = plan_of(job, seen)
     here = same_data(plan, [tmp_path], seen)  # type: ignore[arg-type]
-    assert (here.fingerprint, here.files, here.unit_rows) == (seen.fingerprint, seen.files, seen.unit_rows)
-    assert [source.prefix for source in here.sources] == ["0/", "1/", "2/", "3/"]
-    assert sights_of(plan)[str(tmp_path / "b")] == here.sources[1].file_sights  # type: ignore[arg-type]
+    assert (here, here.describe()) == (seen, seen.describe())
+    assert sights_of(plan)[str(tmp_path / "b")] == here.parts[1].sights  # type: ignore[arg-type, attr-defined]
     check_data(plan)  # type: ignore[arg-type]
     pq.write_table(pa.table({"x": [1, 2, 3, 4, 5]}), tmp_path / "b" / "0.parquet")
     with pytest.raises(DataError, match=r"sees different data than the driver: 0\.parquet has ") as caught:
@@ -275,13 +267,14 @@ def test_images_of_other_classes_are_refused(tmp_path: Path, monkeypatch: pytest
         (tmp_path / source / label).mkdir(parents=True)
         Image.new("RGB", (2, 2)).save(tmp_path / source / label / "0.png")
     seen = {name: dataset(tmp_path / name, cache=tmp_path / "cache") for name in "abc"}
-    assert class_names(mixed_index([seen["a"], seen["b"]])) == ["cat", "dog"]
+    assert class_names(mixed([seen["a"], seen["b"]])) == ["cat", "dog"]
     with pytest.raises(DataError, match="only one of two sources has images of dog, fox") as caught:
-        mixed_index([seen["a"], seen["c"]])
+        mixed([seen["a"], seen["c"]])
     assert caught.value.where == f"data.mix[1]: {tmp_path / 'c'}"
 
 
 def test_a_tokenizer_is_a_part_of_what_a_mix_is(job: Job) -> None:
     seen = data_of(job)
-    other = replace(seen, tokenizer=TokenizerFile("somewhere", "0" * 64))
-    assert differences(other.to_json(), seen.to_json()) == ["data.tokenizer has another content"]
+    file = TokenizerFile("somewhere", "0" * 64)
+    other = TokenizedSource(**Around.facts_of(seen), source=seen, tokenizer=file)
+    assert differences(other.describe(), seen.describe()) == ["data.tokenizer has another content"]

@@ -13,8 +13,8 @@ import pytest
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.data.paths.path_columns import NOTHING
 from raytrain_plus.data.reading.transform_block import without_ids
-from raytrain_plus.data.sources.mixed_index import mixed_index
-from raytrain_plus.data.sources.source import index, read_unit
+from raytrain_plus.data.sources.mixed_source import mixed
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import DataError
 from tests.support.read_types import job, read
 
@@ -40,7 +40,7 @@ def test_columns_and_types_are_those_of_pyarrow(tmp_path: Path, folders: tuple[s
     found = training_data(job(root, columns=columns), [])
     expected = ds.dataset(root, partitioning="hive").to_table().sort_by("x")
     assert found.schema == expected.schema
-    rows = pa.concat_tables([without_ids(read_unit(found, unit)) for unit in range(2)]).sort_by("x")
+    rows = pa.concat_tables([without_ids(found.read_unit(unit)) for unit in range(2)]).sort_by("x")
     assert rows.to_pydict() == expected.to_pydict()
 
 
@@ -107,7 +107,7 @@ def test_sources_of_a_mix_have_partitions_of_their_own(tmp_path: Path) -> None:
     roots = [write(tmp_path / name, f"year={year}") for name, year in (("a", 2023), ("b", 2024))]
     mix = [{"path": str(root), "weight": 1} for root in roots]
     found = training_data(job(mix=mix), [])
-    assert [read_unit(found, unit).column("year").to_pylist() for unit in (0, 1)] == [[2023, 2023], [2024, 2024]]
+    assert [found.read_unit(unit).column("year").to_pylist() for unit in (0, 1)] == [[2023, 2023], [2024, 2024]]
     write(tmp_path / "c", "plain")
     with pytest.raises(DataError, match="column 'year' is missing"):
-        mixed_index([found.sources[0], index(tmp_path / "c")])
+        mixed([found.parts[0], parquet_source(tmp_path / "c")])

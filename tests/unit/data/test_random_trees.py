@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data.dataset import dataset
+from raytrain_plus.data.sources.converted_source import ConvertedSource
 from raytrain_plus.errors import DataError
 
 PLAIN = [b"a", b"b1", b"2024-01", b"lang=de", b"lang=fr", b"a b", b"x[1]", b"*", b"d.parquet", b"\xc3\xa9", b"A", b"-"]
@@ -127,7 +128,8 @@ def check(folder: Path, number: int) -> bool:
     kinds = [
         kind
         for kind in SUFFIXES
-        if (seen.origin.format if seen.origin else "parquet") in kind.decode().replace("txt", "text")
+        if (seen.origin.format or "" if isinstance(seen, ConvertedSource) else "parquet")
+        in kind.decode().replace("txt", "text")
     ]
     assert seen.rows == rows_there(tree.root, *kinds), f"tree {number}"
     return True

@@ -21,7 +21,7 @@ from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.microbatches import cut
 from raytrain_plus.data.reading.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
 from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
-from raytrain_plus.data.sources.source import index, read_unit
+from raytrain_plus.data.sources.parquet_source import ParquetSource, parquet_source
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 from tests.support.datasets import ThreadStream, augment, await_stream, gather, noted, to_rows
 
@@ -37,9 +37,9 @@ def folder(tmp_path: Path) -> Path:
 def rows_of(
     folder: Path, *, transform=None, shards: int = 4, epochs: int = 3, granule: int = 4, each: int = 3
 ) -> RowReader:  # type: ignore[no-untyped-def]
-    seen = index(folder)
+    seen = parquet_source(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=shards, batch_size=shards * each, seed=5, epochs=epochs)
-    return RowReader(index=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
+    return RowReader(source=seen, sample_order=sample_order, seed=5, transform=transform, block_rows=granule)
 
 
 def test_batches_follow_the_sample_order(folder: Path) -> None:
@@ -88,9 +88,10 @@ def test_rows_on_a_disk_that_are_kept_need_no_stream_unless_steps_wait_for_them(
     def slowly(*arguments: Any) -> pa.Table:
         if threading.current_thread().name == "batches":
             time.sleep(0.05)
-        return read_unit(*arguments)
+        return read(*arguments)
 
-    monkeypatch.setattr(reader, "read_unit", slowly)
+    read = ParquetSource.read_unit
+    monkeypatch.setattr(ParquetSource, "read_unit", slowly)
     monkeypatch.setattr(reader, "LAG_S", 0.0)
     _, feed = gather(rows, stream, cache_mb=64)
     assert len(made) == 2
@@ -210,9 +211,9 @@ def test_functions_of_the_users_may_select_rows_with_images(tmp_path: Path) -> N
     flat = pa.array(np.repeat(np.arange(32), 6))
     column = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(flat, 3), 2)
     pq.write_table(pa.table({"image": column, "row": range(32)}), tmp_path / "a.parquet", row_group_size=16)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     sample_order = SampleOrder(seen.unit_rows, shards=1, batch_size=8, seed=5, epochs=1, shuffle="units")
-    rows = RowReader(index=seen, sample_order=sample_order, seed=5, transform=selects, block_rows=4)
+    rows = RowReader(source=seen, sample_order=sample_order, seed=5, transform=selects, block_rows=4)
 
     def last_first(table: pa.Table) -> list[tuple[list[int], int]]:
         table = table.take(np.arange(table.num_rows)[::-1])
@@ -265,9 +266,9 @@ def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
 
 
 def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Path) -> None:
-    seen = index(folder)
+    seen = parquet_source(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
-    rows = RowReader(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(source=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
     with feed:
         steps = [feed.get(step, 10).shards[0] for step in range(sample_order.steps)]
@@ -317,9 +318,9 @@ def test_a_silent_stream_is_waited_for_once(folder: Path) -> None:
 
 
 def test_held_out_rows_are_used_once(folder: Path) -> None:
-    seen = index(folder)
+    seen = parquet_source(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=4, batch_size=4, seed=0, shuffle="none", epochs=1)
-    rows = RowReader(index=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(source=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
     batches = [mb for shard in range(4) for mb in held_out(rows, shard, 5, to_rows)]
     assert [value for mb in batches for (value,) in mb.batch] == [n * 100 + i for n in range(3) for i in range(37)]
     assert max(mb.rows for mb in batches) == 5
@@ -363,9 +364,9 @@ def test_steps_collated_at_once_are_the_same_as_one_by_one(
     tmp_path: Path, shards: int, batch_size: int, microbatches: int
 ) -> None:
     pq.write_table(pa.table(COLUMNS), tmp_path / "a.parquet", row_group_size=30)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=shards, batch_size=batch_size, seed=3, epochs=1)
-    rows = RowReader(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(source=seen, sample_order=order, seed=0, transform=None, block_rows=8)
     default = Task().collate
     found = []
     for collate in (default, lambda table: default(table)):
@@ -386,9 +387,9 @@ def test_steps_collated_at_once_are_the_same_as_one_by_one(
 
 def test_of_steps_collated_at_once_the_one_that_cannot_be_is_known(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [None if n == 37 else n for n in range(60)]}), tmp_path / "a.parquet")
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=1, batch_size=3, seed=0, shuffle="none", epochs=1)
-    rows = RowReader(index=seen, sample_order=order, seed=0, transform=None, block_rows=8)
+    rows = RowReader(source=seen, sample_order=order, seed=0, transform=None, block_rows=8)
     feed = Batches(
         rows, shards=(0,), first_step=0, microbatches=1, collate=Task().collate, cache_mb=9, make_stream=None
     )

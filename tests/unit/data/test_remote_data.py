@@ -21,10 +21,12 @@ from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.audit.audit_faults import Faults
 from raytrain_plus.audit.audit_files import compare
 from raytrain_plus.checks.data_report import data_report
-from raytrain_plus.data.dataset import again, dataset
+from raytrain_plus.data.dataset import dataset
 from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.data.prepare import check_preparable
-from raytrain_plus.data.sources.source import Index, check_restored, check_unchanged, index, read_unit
+from raytrain_plus.data.sources.converted_source import ConvertedSource
+from raytrain_plus.data.sources.parquet_source import check_restored, check_unchanged, parquet_source
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import DataChanged, DataError, InputError, JobError
 from raytrain_plus.launch.machine_check import Needs, check_machine
 from raytrain_plus.storage import retry
@@ -33,6 +35,7 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.place import RemotePath, place_of, spelled
 from raytrain_plus.storage.probe import Probe
 from tests.support.conversions import ROWS, SOURCES
+from tests.support.datasets import seen_again
 from tests.unit.storage.store import Proxy, at, relaying, serving
 
 TREE = (
@@ -119,20 +122,20 @@ def local_and_remote(tmp_path: Path, away: Folder) -> Path:
     return tmp_path / "data"
 
 
-def all_rows(data: Index) -> pa.Table:
-    return pa.concat_tables([read_unit(data, unit) for unit in range(len(data.unit_rows))])
+def all_rows(data: Source) -> pa.Table:
+    return pa.concat_tables([data.read_unit(unit) for unit in range(len(data.unit_rows))])
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_rows_ids_and_fingerprint_are_those_of_local_files(tmp_path: Path, away: Folder, pattern: str) -> None:
     folder = local_and_remote(tmp_path, away)
-    here, there = index(folder / pattern), index(inside(away, pattern) if pattern else away.address)
+    here, there = parquet_source(folder / pattern), parquet_source(inside(away, pattern) if pattern else away.address)
     assert there.files == here.files
-    assert there == replace(here, path=there.path, root=there.root)
+    assert there == replace(here, named=there.named, root=there.root)
     assert all_rows(there).equals(all_rows(here))
-    assert again(pickle.loads(pickle.dumps(there)), ()) == there
+    assert seen_again(pickle.loads(pickle.dumps(there))) == there
     faults = Faults()
-    compare(place_of(there.path), there.to_json()["files"], faults)
+    compare(place_of(there.named), there.describe()["files"], faults)
     assert not faults.count, faults.found
     assert without_checksums(there.places) == ()
 
@@ -140,9 +143,9 @@ def test_rows_ids_and_fingerprint_are_those_of_local_files(tmp_path: Path, away:
 def test_only_the_requested_row_group_is_read(tmp_path: Path, away: Folder, proxy: Proxy) -> None:
     write(tmp_path / "data" / "a.parquet", rows=200_000)
     upload(tmp_path / "data", away)
-    data = index(through(proxy, away, "a.parquet"))
+    data = parquet_source(through(proxy, away, "a.parquet"))
     proxy.seen.clear()
-    assert read_unit(data, 3).num_rows == 25
+    assert data.read_unit(3).num_rows == 25
     assert [method for method, _ in proxy.seen].count("HEAD") == 2
     assert len(proxy.seen) <= 8
 
@@ -151,13 +154,13 @@ def test_a_changed_object_is_noticed_and_a_restored_one_is_not(tmp_path: Path, a
     write(tmp_path / "a.parquet")
     first = (tmp_path / "a.parquet").read_bytes()
     away.write("a.parquet", [first])
-    data = index(inside(away, "a.parquet"))
+    data = parquet_source(inside(away, "a.parquet"))
     away.write("a.parquet", [first])
     check_unchanged(data)
     # Of the same size, and with the same footer.
     away.write("a.parquet", [first[:100], bytes([first[100] ^ 1]), first[101:]])
     with pytest.raises(DataChanged, match="its ETag changed") as caught:
-        read_unit(data, 0)
+        data.read_unit(0)
     assert caught.value.first is not None
     assert caught.value.first["etag"]
     assert "restore the object's content and resume" in str(caught.value)
@@ -170,11 +173,11 @@ def test_a_changed_object_is_noticed_and_a_restored_one_is_not(tmp_path: Path, a
     with pytest.raises(DataChanged, match="its size changed"):
         check_unchanged(data)
     faults = Faults()
-    compare(place_of(data.path), data.to_json()["files"], faults)
+    compare(place_of(data.named), data.describe()["files"], faults)
     assert "has changed" in faults.found[0]
     away.remove("a.parquet")
     with pytest.raises(DataChanged, match="it was removed"):
-        read_unit(data, 0)
+        data.read_unit(0)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +239,12 @@ def test_data_is_not_prepared_at_an_address(tmp_path: Path, monkeypatch: pytest.
 def test_a_store_that_fails_for_a_moment_is_asked_again(tmp_path: Path, away: Folder, proxy: Proxy) -> None:
     write(tmp_path / "data" / "a.parquet")
     upload(tmp_path / "data", away)
-    data = index(through(proxy, away, "a.parquet"))
+    data = parquet_source(through(proxy, away, "a.parquet"))
     proxy.answers = [(500, "InternalError")] * 4
-    assert read_unit(data, 0).num_rows == 25
+    assert data.read_unit(0).num_rows == 25
     proxy.down = True
     with pytest.raises(DataError) as caught:
-        read_unit(data, 0)
+        data.read_unit(0)
     proxy.well()
     assert caught.value.where.startswith(inside(away, "a.parquet").partition("?")[0])
     assert "\n" not in caught.value.what
@@ -250,15 +253,15 @@ def test_a_store_that_fails_for_a_moment_is_asked_again(tmp_path: Path, away: Fo
 def test_what_may_not_be_read_is_not_asked_for_again(tmp_path: Path, away: Folder, proxy: Proxy) -> None:
     write(tmp_path / "data" / "a.parquet")
     upload(tmp_path / "data", away)
-    data = index(through(proxy, away, "a.parquet"))
+    data = parquet_source(through(proxy, away, "a.parquet"))
     proxy.refuse = lambda method, path: method == "GET"
     proxy.seen.clear()
     with pytest.raises(DataError, match="cannot be read") as caught:
-        read_unit(data, 0)
+        data.read_unit(0)
     assert "tried" not in str(caught.value)
     assert caught.value.remedy == "allow this machine to read it"
     with pytest.raises(DataError, match="cannot be read: permission denied: "):
-        index(spelled(data.places[0]))
+        parquet_source(spelled(data.places[0]))
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -270,12 +273,12 @@ def test_other_formats_are_converted_as_local_files_are(tmp_path: Path, away: Fo
     there = dataset(inside(away, name), cache=tmp_path / "there")
     assert (there.fingerprint, there.rows) == (here.fingerprint, here.rows)
     assert all_rows(there).equals(all_rows(here))
-    assert there.origin is not None
+    assert isinstance(there, ConvertedSource)
     assert there.named == inside(away, name)
     assert all(file.startswith("s3://") for file, _ in there.origin.files)
     left = [one.name for one in (tmp_path / "there").iterdir() if not one.name.endswith(".lock")]
-    assert left == [Path(there.path).name], "the copy is removed"
-    assert again(there, ()).fingerprint == here.fingerprint
+    assert left == [Path(there.source.named).name], "the copy is removed"
+    assert seen_again(there).fingerprint == here.fingerprint
 
 
 def test_images_have_the_same_classes(tmp_path: Path, away: Folder) -> None:
@@ -299,9 +302,9 @@ def test_a_lance_dataset_is_copied_with_the_files_of_its_rows(tmp_path: Path, aw
     here = dataset(folder, cache=tmp_path / "here")
     there = dataset(away.address, "lance", cache=tmp_path / "there")
     assert (there.fingerprint, there.rows) == (here.fingerprint, len(ROWS) - 10)
-    assert there.origin is not None
+    assert isinstance(there, ConvertedSource)
     assert all("_transactions" not in file for file, _ in there.origin.files)
-    assert dataset(away.address, cache=tmp_path / "there").path == there.path, "the format is recognised"
+    assert dataset(away.address, cache=tmp_path / "there") == there, "the format is recognised"
     assert not list(tmp_path.glob("there/.*.copy"))
     away.write("data/" + next((folder / "data").iterdir()).name, [b"cut"])
     with pytest.raises(DataError, match="is not a readable Lance dataset") as caught:
@@ -313,7 +316,7 @@ def test_a_changed_source_is_converted_again(tmp_path: Path, away: Folder, capsy
     away.write("a.jsonl", [b'{"x": 1}\n'])
     first = dataset(inside(away, "*.jsonl"), cache=tmp_path)
     capsys.readouterr()
-    assert dataset(inside(away, "*.jsonl"), cache=tmp_path).path == first.path
+    assert dataset(inside(away, "*.jsonl"), cache=tmp_path) == first
     assert capsys.readouterr().err == ""
     away.write("a.jsonl", [b'{"x": 1}\n{"x": 2}\n'])
     assert dataset(inside(away, "*.jsonl"), cache=tmp_path).rows == 2

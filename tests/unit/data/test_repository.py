@@ -8,8 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.dataset import again, dataset
+from raytrain_plus.data.dataset import dataset
 from raytrain_plus.errors import DataError
+from tests.support.datasets import seen_again
 
 
 def write(folder: Path, *names: str) -> Path:
@@ -31,9 +32,9 @@ def test_the_only_split_is_read(tmp_path: Path, names: tuple[str, ...]) -> None:
     folder = write(tmp_path / "repository", *names)
     (folder / "README.md").write_text("about")
     seen = dataset(folder, "huggingface")
-    assert (seen.rows, seen.origin) == (3 * len(names), None)
-    assert sorted(str(seen.file(number)) for number in range(len(seen.files))) == [str(folder / one) for one in names]
-    assert again(seen, []) == seen
+    assert seen.rows == 3 * len(names)
+    assert sorted(map(str, seen.places)) == [str(folder / one) for one in names]
+    assert seen_again(seen) == seen
 
 
 @pytest.mark.parametrize(

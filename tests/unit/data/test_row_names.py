@@ -9,13 +9,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrain_plus.data.order.sample_order import SampleOrder, Shuffle
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.sources.row_names import named_rows
-from raytrain_plus.data.sources.source import index, read_unit
 
 
 def test_rows_are_counted_in_their_row_group(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "a.parquet", row_group_size=10)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=0, shuffle="none", steps=9)
     file = tmp_path / "a.parquet"
     assert named_rows(seen, order, 1, 3, 1) == f"row 3 of {file}, row group 1"
@@ -27,9 +27,9 @@ def test_rows_are_counted_in_their_row_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shuffle", ["rows", "units"])
 def test_the_named_rows_are_those_that_are_read(tmp_path: Path, shuffle: Shuffle) -> None:
     pq.write_table(pa.table({"x": list(range(20))}), tmp_path / "a.parquet", row_group_size=20)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=3, shuffle=shuffle, steps=9)
-    unit = read_unit(seen, 0).column("x").to_pylist()
+    unit = seen.read_unit(0).column("x").to_pylist()
     [row_range] = order.row_ranges(1, 0)
     permutation = order.permutation(0, 0)
     read = unit if permutation is None else [unit[place] for place in permutation]

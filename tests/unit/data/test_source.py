@@ -14,15 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.sources.source import (
-    Index,
-    check_alike,
-    check_enough,
-    check_restored,
-    check_unchanged,
-    index,
-    read_unit,
-)
+from raytrain_plus.data.sources.alike import check_alike
+from raytrain_plus.data.sources.parquet_source import check_restored, check_unchanged, parquet_source
+from raytrain_plus.data.sources.source import Source, check_enough
 from raytrain_plus.errors import DataChanged, DataError
 from tests.support.datasets import write
 
@@ -41,16 +35,16 @@ def test_units_come_file_by_file_and_group_by_group(tmp_path: Path) -> None:
     write(tmp_path / "a" / "z.parquet", 9)
     write(tmp_path / "_temporary" / "c.parquet", 9)
     (tmp_path / "notes.txt").write_text("no data")
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     assert seen.files == ("a/z.parquet", "b.parquet")
     assert seen.unit_rows == (4, 4, 1, 4, 1)
     assert seen.rows == 14
-    assert read_unit(seen, 3).column("x").to_pylist() == [100, 101, 102, 103]
+    assert seen.read_unit(3).column("x").to_pylist() == [100, 101, 102, 103]
 
 
 def test_one_file_is_a_dataset(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", 5, 100)
-    assert read_unit(index(tmp_path / "b.parquet"), 1).column("x").to_pylist() == [104]
+    assert parquet_source(tmp_path / "b.parquet").read_unit(1).column("x").to_pylist() == [104]
 
 
 def test_held_out_data_with_other_columns_is_told_apart(tmp_path: Path) -> None:
@@ -62,7 +56,7 @@ def test_held_out_data_with_other_columns_is_told_apart(tmp_path: Path) -> None:
     }
     for name, table in tables.items():
         pq.write_table(table, tmp_path / f"{name}.parquet")
-    made = {name: index(tmp_path / f"{name}.parquet") for name in tables}
+    made = {name: parquet_source(tmp_path / f"{name}.parquet") for name in tables}
     check_alike(made["seen"], made["seen"])
     for name, words in (("typed", "'a' is double, not int64"), ("turned", "their order is b, a"), ("named", "b, c")):
         with pytest.raises(DataError) as caught:
@@ -73,14 +67,14 @@ def test_held_out_data_with_other_columns_is_told_apart(tmp_path: Path) -> None:
 def test_the_fingerprint_knows_content_but_no_place_and_no_time(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write(tmp_path / folder / "a.parquet", 9)
-    assert index(tmp_path / "one").fingerprint == index(tmp_path / "two").fingerprint
+    assert parquet_source(tmp_path / "one").fingerprint == parquet_source(tmp_path / "two").fingerprint
     write(tmp_path / "two" / "a.parquet", 9, start=1)
-    assert index(tmp_path / "one").fingerprint != index(tmp_path / "two").fingerprint
+    assert parquet_source(tmp_path / "one").fingerprint != parquet_source(tmp_path / "two").fingerprint
 
 
 def failure(path: Path) -> str:
     with pytest.raises(DataError) as caught:
-        index(path)
+        parquet_source(path)
     return str(caught.value)
 
 
@@ -114,12 +108,12 @@ def test_columns_of_which_only_one_can_hold_nulls(tmp_path: Path) -> None:
         schema = pa.schema([pa.field("x", pa.int64(), nullable=nullable)])
         pq.write_table(pa.table({"x": [1]}, schema=schema), tmp_path / f"{name}.parquet")
     with pytest.raises(DataError, match=r"b.parquet: column 'x' cannot hold nulls(.|\n)*a column that can hold nulls"):
-        index(tmp_path)
+        parquet_source(tmp_path)
 
 
 def test_repeated_values_count_with_their_decoded_size(tmp_path: Path) -> None:
     pq.write_table(pa.table({"x": [7] * 100_000, "y": [[1.0, 2.0]] * 100_000}), tmp_path / "a.parquet")
-    assert index(tmp_path).unit_bytes[0] >= 100_000 * 8
+    assert parquet_source(tmp_path).unit_bytes[0] >= 100_000 * 8
 
 
 def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +127,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read: permission denied"):
-        index(tmp_path)
+        parquet_source(tmp_path)
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
@@ -179,7 +173,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         DataError, match=r"closed.*cannot be listed: Permission denied|cannot be listed: Permission.*closed"
     ):
-        index(tmp_path)
+        parquet_source(tmp_path)
 
 
 def test_a_missing_column(tmp_path: Path) -> None:
@@ -205,10 +199,10 @@ def rot(file: Path, at: int, damage: bytes) -> None:
 
 def test_a_corrupt_row_group_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4000, group=4000)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     rot(tmp_path / "a.parquet", 4, b"\xff" * 396)
     with pytest.raises(DataError, match="row group 0: cannot be read"):
-        read_unit(seen, 0)
+        seen.read_unit(0)
 
 
 def flip(file: Path, at: int, bit: int) -> None:
@@ -229,10 +223,10 @@ def pages(file: Path) -> list[tuple[int, int, int, str]]:
     return found
 
 
-def fault(seen: Index, unit: int) -> str:
+def fault(seen: Source, unit: int) -> str:
     """Return the error of reading a unit; empty if it can be read."""
     try:
-        read_unit(seen, unit)
+        seen.read_unit(unit)
     except DataChanged as error:
         return str(error)
     return ""
@@ -243,7 +237,7 @@ def test_a_flipped_bit_in_any_page_of_sixty_files_is_found(tmp_path: Path, how: 
     rng = random.Random(str(how))
     for number in range(60):
         write_checked(tmp_path / f"{number}.parquet", 20, **how)
-    seen, missed = index(tmp_path), []
+    seen, missed = parquet_source(tmp_path), []
     told = "row group {}, column '{}' on \\S+: the page checksum does not match: the file is damaged"
     assert len(seen.unit_rows) == 120
     for number in range(len(seen.files)):
@@ -254,15 +248,15 @@ def test_a_flipped_bit_in_any_page_of_sixty_files_is_found(tmp_path: Path, how: 
         if not re.search(f"{seen.file(number)}, {told.format(group, column)}", found):
             missed.append(f"{seen.name(2 * number + group)}: {found}")
         # The other row group is undamaged.
-        assert read_unit(seen, 2 * number + 1 - group).num_rows == 10
+        assert seen.read_unit(2 * number + 1 - group).num_rows == 10
     assert not missed
 
 
 @pytest.mark.parametrize("bits", [range(1, 2), pytest.param(range(8), marks=pytest.mark.slow)])
 def test_no_flipped_bit_in_a_pages_header_gives_other_rows(tmp_path: Path, bits: range) -> None:
     file = write_checked(tmp_path / "a.parquet", 10)
-    seen = index(tmp_path)
-    whole, data = read_unit(seen, 0), file.read_bytes()
+    seen = parquet_source(tmp_path)
+    whole, data = seen.read_unit(0), file.read_bytes()
     times = file.stat().st_mtime_ns
     found = 0
     for _, start, end, _ in pages(file):
@@ -272,7 +266,7 @@ def test_no_flipped_bit_in_a_pages_header_gives_other_rows(tmp_path: Path, bits:
                 os.utime(file, ns=(times, times))
                 try:
                     # For example statistics, which nothing reads.
-                    assert read_unit(seen, 0).equals(whole)
+                    assert seen.read_unit(0).equals(whole)
                 except DataError as error:
                     found += "changed" not in str(error)
     assert found > 50 * len(bits)
@@ -281,58 +275,58 @@ def test_no_flipped_bit_in_a_pages_header_gives_other_rows(tmp_path: Path, bits:
 def test_a_file_that_changed_before_or_after_it_was_read_is_named(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.parquet", 4)
-    seen = index(tmp_path)
-    assert read_unit(seen, 1).num_rows == 4
+    seen = parquet_source(tmp_path)
+    assert seen.read_unit(1).num_rows == 4
     os.utime(tmp_path / "b.parquet", (1, 1))
-    assert read_unit(seen, 0).num_rows == 4
+    assert seen.read_unit(0).num_rows == 4
     told = r"b\.parquet on \S+: the file changed while the run used it: its modification time changed: 20.* -> 1970-"
-    for look in (lambda: read_unit(seen, 1), lambda: check_unchanged(seen)):
+    for look in (lambda: seen.read_unit(1), lambda: check_unchanged(seen)):
         with pytest.raises(DataChanged, match=told):
             look()
-    check_unchanged(seen, 0)
+    seen.check_unchanged(0)
     # A process that first sees the file now finds no change.
-    check_unchanged(index(tmp_path))
+    check_unchanged(parquet_source(tmp_path))
 
 
 def test_a_changed_file_is_refused_until_it_is_restored(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     write(file, 4)
-    seen, before = index(tmp_path), file.stat().st_mtime_ns
+    seen, before = parquet_source(tmp_path), file.stat().st_mtime_ns
     os.utime(file, (1, 1))
     with pytest.raises(DataChanged) as caught:
         check_unchanged(seen)
     first = pickle.loads(pickle.dumps(caught.value)).first
     with pytest.raises(DataError, match="and has not been restored: its modification time changed") as refused:
-        check_restored(index(tmp_path), first)
+        check_restored(parquet_source(tmp_path), first)
     check_restored(seen, {**first, "path": "/elsewhere"})
     [command] = re.findall("`(touch .*)`", refused.value.remedy)
     subprocess.run(shlex.split(command), check=True)
     assert file.stat().st_mtime_ns == before
-    check_restored(index(tmp_path), first)
+    check_restored(parquet_source(tmp_path), first)
 
 
 def test_a_change_is_reported_rather_than_the_read_error_that_it_causes(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 4)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     (tmp_path / "a.parquet").write_bytes(b"no Parquet")
     with pytest.raises(DataChanged, match=r"its size changed: \d+ -> 10 bytes"):
-        read_unit(seen, 0)
+        seen.read_unit(0)
     (tmp_path / "a.parquet").unlink()
     with pytest.raises(DataChanged, match="it was removed"):
-        read_unit(seen, 0)
+        seen.read_unit(0)
 
 
 def test_data_that_each_node_wrote_for_itself_is_the_same_data(tmp_path: Path) -> None:
     for node in ("one", "two"):
         write(tmp_path / node / "a.parquet", 9)
     os.utime(tmp_path / "two" / "a.parquet", (1, 1))
-    one, two = index(tmp_path / "one"), index(tmp_path / "two")
-    assert one.file_sights != two.file_sights
+    one, two = parquet_source(tmp_path / "one"), parquet_source(tmp_path / "two")
+    assert one.sights != two.sights
     assert one.fingerprint == two.fingerprint
-    assert read_unit(one, 0).equals(read_unit(two, 0))
+    assert one.read_unit(0).equals(two.read_unit(0))
 
 
 def test_fewer_rows_than_shards(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", 5)
     with pytest.raises(DataError, match=r"the data has 5 rows, fewer than data\.shards = 8"):
-        check_enough(index(tmp_path), 8)
+        check_enough(parquet_source(tmp_path), 8)

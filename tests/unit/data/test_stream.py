@@ -13,7 +13,7 @@ from raytrain_plus.data.order.reads import Read
 from raytrain_plus.data.order.sample_order import RowRange, SampleOrder
 from raytrain_plus.data.reading.stream import Stream, _numbered, _split
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from tests.support.datasets import write
 
 
@@ -28,9 +28,9 @@ def arrive(into: Stream, number: int) -> None:
 def test_rows_that_cannot_be_read_are_left_to_the_reader(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.parquet", 4)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     line = SampleOrder(seen.unit_rows, shards=1, batch_size=4, seed=0, epochs=1, shuffle="none")
-    rows = RowReader(index=seen, sample_order=line, seed=0, transform=None, block_rows=4)
+    rows = RowReader(source=seen, sample_order=line, seed=0, transform=None, block_rows=4)
     os.utime(tmp_path / "a.parquet", (1, 1))
     group = tuple(Read(unit, 0, unit, RowRange(0, unit, 0, 4)) for unit in (0, 1))
     for whole_units in (False, True):

@@ -124,7 +124,7 @@ def test_another_content_is_other_data(tmp_path: Path, saved: Path) -> None:
     after = training_data(job(tmp_path, saved), [])
     assert after.fingerprint != before.fingerprint
     for one, other in ((after, before), (without, before), (before, without)):
-        assert differences(one.to_json(), other.to_json()) == ["data.tokenizer has another content"]
+        assert differences(one.describe(), other.describe()) == ["data.tokenizer has another content"]
 
 
 def test_a_tokenizer_that_changes_during_a_run_is_not_used(saved: Path) -> None:

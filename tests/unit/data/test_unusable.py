@@ -21,7 +21,7 @@ from raytrain_plus.data.reading.reader import Batches, held_out
 from raytrain_plus.data.reading.stream import _numbered
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unusable import FAULT, faults_of, is_bare, is_of_rows, joined, judge, usable
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.values.row_fault import RowFault
 from raytrain_plus.errors import DataError, TaskError, TrainingError
 
@@ -50,10 +50,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rows_of(folder: Path, *, shuffle: str = "none", **settings: object) -> RowReader:
-    seen = index(folder)
+    seen = parquet_source(folder)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=5, epochs=2, shuffle=shuffle)  # type: ignore[arg-type]
     given = {"transform": None, "block_rows": 4, "skip": True, **settings}
-    return RowReader(index=seen, sample_order=order, seed=5, **given)  # type: ignore[arg-type]
+    return RowReader(source=seen, sample_order=order, seed=5, **given)  # type: ignore[arg-type]
 
 
 def read(rows: RowReader, step: int, shard: int) -> pa.Table:
@@ -212,9 +212,9 @@ def test_a_function_that_refuses_all_rows_is_not_tried_for_ever(folder: Path) ->
 
 
 def test_held_out_rows_are_left_out_too(folder: Path) -> None:
-    seen = index(folder)
+    seen = parquet_source(folder)
     order = SampleOrder(seen.unit_rows, shards=2, batch_size=8, seed=0, shuffle="none", epochs=1)
-    rows = RowReader(index=seen, sample_order=order, seed=5, transform=None, block_rows=4, before=(refuse,), skip=True)
+    rows = RowReader(source=seen, sample_order=order, seed=5, transform=None, block_rows=4, before=(refuse,), skip=True)
     made = list(held_out(rows, 0, 4, lambda table: table.column("x").to_pylist()))
     assert [one.batch for one in made] == [[0, 1, 2], [5, 6, 7]]
     assert [len(one.skipped) for one in made] == [1, 1]

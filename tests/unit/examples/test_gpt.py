@@ -19,7 +19,7 @@ from raytrain_plus import RunFacts
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.paths.page_checksum import without_checksums
 from raytrain_plus.data.reading.microbatches import Microbatch
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
@@ -157,7 +157,7 @@ def test_rows_hold_the_files_of_their_split_one_after_the_other(library: Path) -
         # The last tokens fill no row; one of them may be a part of a character.
         assert expected.startswith(found.rstrip("\ufffd"))
         assert len(tokenizer.encode(expected[len(found) :]).ids) <= ROW
-        assert index(folder).rows == table.num_rows > 1
+        assert parquet_source(folder).rows == table.num_rows > 1
         assert without_checksums([folder / "rows.parquet"]) == ()
 
 

@@ -30,7 +30,7 @@ from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.run_events import EVENTS, EventLog
@@ -91,9 +91,9 @@ def base_in(folder: Path) -> Base:
     )
     run = LocalFolder(folder / "runs" / "run")
     Fence(run, 0)
-    seen = index(job.data.path)
+    seen = parquet_source(job.data.path)
     run.write(JOB, [job.to_yaml().encode()])
-    run.write(DATASET, [json.dumps(seen.to_json()).encode()])
+    run.write(DATASET, [json.dumps(seen.describe()).encode()])
     run.write("trackers/mlflow.json", [b'{"run": "abc"}\n'])
     run.write("pipeline.json", [b"{}"])
     run.write("tensorboard/events.out.tfevents.1", [b"x" * 40])
@@ -111,8 +111,8 @@ def base_in(folder: Path) -> Base:
 
 
 def _write_ledger(run: LocalFolder, job: Job) -> None:
-    seen = index(job.data.path)
-    rows = RowReader(index=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
+    seen = parquet_source(job.data.path)
+    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
     parts = LedgerFiles(run)
     feed = Batches(rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
     with feed:

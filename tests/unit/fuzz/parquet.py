@@ -16,7 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrain_plus.data.sources.source import Index, index, read_unit
+from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import RaytrainError
 from tests.unit.fuzz.verdict import Fault, limited
 
@@ -41,7 +42,7 @@ class Base:
     """An undamaged file."""
 
     data: bytes
-    seen: Index
+    seen: Source
     units: tuple[pa.Table, ...]
     footer: int
     """Offset of its footer."""
@@ -60,9 +61,9 @@ def _base(folder: Path, number: int) -> Base:
         table = _plain(40)
     file = folder / "x.parquet"
     pq.write_table(table, file, row_group_size=16, write_page_checksum=True, **settings)
-    data, seen = file.read_bytes(), index(folder)
+    data, seen = file.read_bytes(), parquet_source(folder)
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    return Base(data, seen, tuple(read_unit(seen, unit) for unit in range(len(seen.unit_rows))), footer)
+    return Base(data, seen, tuple(seen.read_unit(unit) for unit in range(len(seen.unit_rows))), footer)
 
 
 def _plain(rows: int) -> pa.Table:
@@ -120,21 +121,21 @@ def check(seed: int, bases: list[Base]) -> str:
 
 def check_file(base: Base, data: bytes) -> str:
     """Try given bytes. Raises `Fault`, or the exception that should not have escaped."""
-    file = Path(base.seen.path) / "x.parquet"
+    file = Path(base.seen.named) / "x.parquet"
     file.write_bytes(data)
     # A disk that damages a file does not change its modification time; a program would.
-    times = file.stat().st_atime_ns, base.seen.file_sights[0].modified_ns
+    times = file.stat().st_atime_ns, base.seen.sights[0].modified_ns
     os.utime(file, ns=times)
     with limited():
         # First for a run that saw the undamaged file, then for a run that starts now.
         before = _read(base.seen, base)
         try:
-            seen = index(base.seen.path)
+            seen = parquet_source(base.seen.named)
         except RaytrainError as error:
             _words(error)
             return "refused"
         alike = seen.fingerprint == base.seen.fingerprint
-        if alike and seen.to_json() != base.seen.to_json():
+        if alike and seen.describe() != base.seen.describe():
             raise Fault("two files with one fingerprint are two datasets")
         after = _read(seen, base) if alike else _whatever(seen)
     if before == "other" or (alike and after == "other"):
@@ -144,11 +145,11 @@ def check_file(base: Base, data: bytes) -> str:
     return after if alike else "noticed"
 
 
-def _whatever(seen: Index) -> str:
+def _whatever(seen: Source) -> str:
     """Read a dataset that counts as another one: it must give the rows that it claims, or one of our errors."""
     for unit, rows in enumerate(seen.unit_rows):
         try:
-            table = read_unit(seen, unit)
+            table = seen.read_unit(unit)
         except RaytrainError as error:
             _words(error)
             return "refused"
@@ -157,12 +158,12 @@ def _whatever(seen: Index) -> str:
     return "same"
 
 
-def _read(seen: Index, base: Base) -> str:
+def _read(seen: Source, base: Base) -> str:
     """Read every unit; return whether its rows are the `same` as written, `other` ones, or `refused`."""
     found = "same"
     for unit, written in enumerate(base.units):
         try:
-            table = read_unit(seen, unit)
+            table = seen.read_unit(unit)
         except RaytrainError as error:
             _words(error)
             return "refused"

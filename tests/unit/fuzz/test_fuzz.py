@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.sources.source import index, read_unit
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import DataChanged, DataError, JobError
 from raytrain_plus.job.yaml import load_job
 from raytrain_plus.observe.run_events import _SHAPES, FIELDS
@@ -142,12 +142,12 @@ def test_a_column_whose_name_is_damaged(tmp_path: Path) -> None:
     """A traceback: UnicodeDecodeError, which is not one of pyarrow's own errors."""
     file = tmp_path / "x.parquet"
     pq.write_table(pa.table({"é": np.arange(4)}), file, store_schema=False)
-    seen = index(tmp_path)
+    seen = parquet_source(tmp_path)
     file.write_bytes(file.read_bytes().replace("é".encode(), b"\xc3("))
     with pytest.raises(DataError, match="is not a readable Parquet file"):
-        index(tmp_path)
+        parquet_source(tmp_path)
     with pytest.raises(DataChanged, match="its footer changed"):
-        read_unit(seen, 0)
+        seen.read_unit(0)
 
 
 # Run folders.

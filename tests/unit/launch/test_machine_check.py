@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from raytrain_plus import Data, InputError, Job
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.launch import machine_check
 from raytrain_plus.launch.machine_check import Needs, Seen, check_machine, check_seen, needs_of
 from raytrain_plus.storage.folders.local import LocalFolder
@@ -24,7 +24,7 @@ GOOD = Seen("", "", "")
 
 def order(path: Path, **data: Any) -> Any:
     job = Job(name="job", task="t:T", steps=1, data=Data(path=str(path), batch_size=8, **data))
-    plan = SimpleNamespace(job=job, index=index(path), held_out=None, folder=str(path.parent / "runs" / "job"))
+    plan = SimpleNamespace(job=job, data=parquet_source(path), held_out=None, folder=str(path.parent / "runs" / "job"))
     plan.collective = "torch"
     return SimpleNamespace(plan=plan)
 

@@ -92,7 +92,7 @@ def test_a_run_does_not_resume_with_another_tokenizer(tmp_path: Path) -> None:
     save(tmp_path / "saved")
     wanted = job(tmp_path, tmp_path / "saved")
     run = LocalFolder(tmp_path)
-    run.write("dataset.json", [json.dumps(training_data(wanted, []).to_json()).encode()])
+    run.write("dataset.json", [json.dumps(training_data(wanted, []).describe()).encode()])
     _check_data(run, wanted, training_data(wanted, []))
     save(tmp_path / "saved", change=1)
     with pytest.raises(DataError, match=r"changed since the run started: data\.tokenizer has another content"):

@@ -16,7 +16,8 @@ pytest.importorskip("ray")
 import yaml
 
 from raytrain_plus import Data, Job, Workers
-from raytrain_plus.data.sources.source import Index, index
+from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.data.sources.source import READING, Source
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch import cluster, preflight, runner
@@ -128,8 +129,8 @@ class Begun:
         write(folder / "data" / "a.parquet", 40)
         self.run = LocalFolder(folder / "run")
         self.job = Job(name="x", task="a:B", data=Data(path=str(folder / "data"), batch_size=8), steps=9, args={"w": 1})
-        self.seen: Index = index(folder / "data")
-        self.run.write("dataset.json", [json.dumps(self.seen.to_json()).encode()])
+        self.seen: Source = parquet_source(folder / "data")
+        self.run.write("dataset.json", [json.dumps(self.seen.describe()).encode()])
         self.save(3)
 
     def save(self, step: int, job: Job | None = None, **changes: Any) -> None:
@@ -153,7 +154,7 @@ def test_a_job_resumes_with_allowed_changes_and_under_another_name(begun: Begun)
 
 def test_other_data_is_refused_by_the_folder_or_else_by_the_checkpoint(begun: Begun, tmp_path: Path) -> None:
     write(tmp_path / "data" / "b.parquet", 40)
-    begun.seen = index(tmp_path / "data")
+    begun.seen = parquet_source(tmp_path / "data")
     with pytest.raises(DataError, match=r"the data has changed since the run started: b\.parquet is new"):
         begun.goes_on()
     begun.run.remove("dataset.json")
@@ -164,27 +165,27 @@ def test_other_data_is_refused_by_the_folder_or_else_by_the_checkpoint(begun: Be
 def test_a_run_whose_version_followed_no_links_says_which_are_followed_now(begun: Begun, tmp_path: Path) -> None:
     write(tmp_path / "elsewhere" / "b.parquet", 40)
     (tmp_path / "data" / "more").symlink_to(tmp_path / "elsewhere")
-    begun.seen = index(tmp_path / "data")
+    begun.seen = parquet_source(tmp_path / "data")
     with pytest.raises(
         DataError, match=r"more/b\.parquet is new; versions before this one followed no links, such as m"
     ):
         begun.goes_on()
     (tmp_path / "data" / "more").unlink()
-    begun.seen = index(tmp_path / "data")
+    begun.seen = parquet_source(tmp_path / "data")
     begun.goes_on()
 
 
 def test_a_new_file_that_matches_the_pattern_is_other_data(begun: Begun, tmp_path: Path) -> None:
     pattern = tmp_path / "data" / "*.parquet"
     begun.job = replace(begun.job, data=replace(begun.job.data, path=str(pattern)))
-    begun.run.write("dataset.json", [json.dumps(index(pattern).to_json()).encode()])
+    begun.run.write("dataset.json", [json.dumps(parquet_source(pattern).describe()).encode()])
     begun.run.remove("checkpoints")
     begun.save(3)
     write(tmp_path / "data" / "aside" / "c.parquet", 40)
-    begun.seen = index(pattern)
+    begun.seen = parquet_source(pattern)
     begun.goes_on()
     write(tmp_path / "data" / "b.parquet", 40)
-    begun.seen = index(pattern)
+    begun.seen = parquet_source(pattern)
     with pytest.raises(DataError, match=r"the data has changed since the run started: b\.parquet is new"):
         begun.goes_on()
 
@@ -285,3 +286,17 @@ def test_an_edited_task_of_an_unfinished_or_extended_run_gives_a_warning(
         assert order.task_modules == source_digests(job, [tmp_path])
         warning = "warning: the task's source has changed since this run was last started: job_code\n"
         assert warning in capsys.readouterr().err
+
+
+def test_a_run_of_an_older_version_is_not_marked_as_read_in_the_new_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "check_resumable", lambda *given: None)
+    job = job_of_a_task(tmp_path)
+    began(job, tmp_path)
+    said = parquet_source(tmp_path / "data").describe()
+    for marked in (said, {**said, READING: 2}):
+        LocalFolder(tmp_path / "run").write("dataset.json", [json.dumps(marked).encode()])
+        order = preflight.order_of(job, roots=[tmp_path])
+        assert not isinstance(order, Result)
+        assert order.dataset == marked

@@ -17,7 +17,7 @@ from raytrain_plus import Parallel, Task
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.of_job import rows_of
 from raytrain_plus.data.reading.microbatches import Microbatch
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.holding import rules_of
 from raytrain_plus.state.named import named_state, state_sha256
@@ -202,7 +202,7 @@ def test_a_run_of_an_older_version_goes_on_with_what_is_refused_now(tmp_path: Pa
     # Writes the rows.
     trial(tmp_path, Plain)
     job_of = job(tmp_path, task_of(Late, layered), **way)
-    rows = rows_of(job_of, index(job_of.data.path), None)  # type: ignore[arg-type]
+    rows = rows_of(job_of, parquet_source(job_of.data.path), None)  # type: ignore[arg-type]
     with pytest.raises(TaskError, match="register_post_accumulate_grad_hook"):
         try_task(job_of, job_of.task, CPU, rows, None)  # type: ignore[arg-type]
     older = try_task(job_of, job_of.task, CPU, rows, None, rules_of({}))  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from raytrain_plus import (
     schedules,
 )
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.training.step.build import build_state
 from raytrain_plus.trial import task_trial
@@ -85,7 +85,7 @@ def job(tmp_path: Path, task: type[Task] = Sound, largest: int = 2) -> Job:
 
 def tried(wished: Job) -> Trial:
     assert isinstance(wished.task, type)
-    seen = index(wished.data.path)
+    seen = parquet_source(wished.data.path)
     return try_on_cpu(wished, wished.task, rows_of(wished, seen, None), held_out_rows_of(wished, seen, None))
 
 
@@ -319,7 +319,7 @@ def test_a_sharded_task_is_tried_with_the_rows_of_one_worker(
 
 def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path) -> None:
     wished = job(tmp_path)
-    rows = rows_of(wished, index(wished.data.path), None)
+    rows = rows_of(wished, parquet_source(wished.data.path), None)
     with pytest.raises(InputError, match="a step with a microbatch of 8 rows needs about") as caught:
         try_whole(wished, Sound(), torch.device("cpu"), rows, None, 1 << 20)
     assert "use a larger machine, or a smaller model" in str(caught.value)

@@ -15,7 +15,7 @@ import torch
 
 from raytrain_plus.collective.invitation import Invitation
 from raytrain_plus.data.reading.microbatches import StepBatches
-from raytrain_plus.data.sources.source import index
+from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
@@ -81,8 +81,8 @@ def plan_of(folder: Path, steps: int = 2) -> Plan:
         pickled_task=None,
         roots=(),
         steps=steps,
-        index=index(folder / "data"),
-        held_out=index(folder / "held_out"),
+        data=parquet_source(folder / "data"),
+        held_out=parquet_source(folder / "held_out"),
         collective="torch",
         folder=str(folder / "run"),
     )

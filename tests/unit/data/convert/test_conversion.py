@@ -25,6 +25,7 @@ from raytrain_plus.data.convert.conversion import converted, earlier, source_fil
 from raytrain_plus.data.convert.formats import csv_rows, lines
 from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.dataset import dataset
+from raytrain_plus.data.sources.converted_source import ConvertedSource
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.errors import DataError
 from tests.support.conversions import (
@@ -63,8 +64,8 @@ def test_the_same_rows_become_the_same_files(tmp_path: Path, small: None, name: 
     assert pq.read_table(made).equals(TABLE)
     seen = dataset(tmp_path / name, cache=tmp_path / "cache")
     assert (seen.rows, len(set(seen.unit_rows[:-1]))) == (len(ROWS), 1)
-    assert seen.origin is not None
-    assert (seen.named, len(seen.files) > 5) == (str(tmp_path / name), True)
+    assert isinstance(seen, ConvertedSource)
+    assert (seen.named, len(seen.places) > 5) == (str(tmp_path / name), True)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -126,7 +127,7 @@ def test_data_is_converted_once_until_it_changes(tmp_path: Path, capsys: pytest.
     second = dataset(file, cache=cache)
     assert capsys.readouterr().err == "rows.jsonl has changed since it was converted: converting it again\n"
     assert (first.rows, second.rows) == (3000, 2999)
-    assert earlier(Path(second.path)) == [Path(first.path)]
+    assert [str(folder) for folder in earlier(Path(second.describe()["path"]))] == [first.describe()["path"]]
 
 
 def with_two_labels_exchanged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,12 +150,12 @@ def test_rows_of_the_same_size_and_range_are_other_data(tmp_path: Path, change: 
         write_csv(tmp_path / "a.csv", written)
         made.append(dataset(tmp_path / "a.csv", cache=tmp_path / name))
     here, there = made
-    assert here.file_footers == there.file_footers, "what this test is about"
+    assert here.describe()["files"] == there.describe()["files"], "what this test is about"
     assert here.fingerprint != there.fingerprint
-    assert differences(there.to_json(), here.to_json()) == ["some rows have other values, or another order"]
+    assert differences(there.describe(), here.describe()) == ["some rows have other values, or another order"]
     write_csv(tmp_path / "a.csv", rows[1:])
     fewer = dataset(tmp_path / "a.csv", cache=tmp_path / "fewer")
-    assert differences(fewer.to_json(), here.to_json()) == ["it has 4,999 rows, not 5,000"]
+    assert differences(fewer.describe(), here.describe()) == ["it has 4,999 rows, not 5,000"]
 
 
 def test_values_beyond_the_sample_widen_a_column(tmp_path: Path, small: None) -> None:

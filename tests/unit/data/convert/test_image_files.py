@@ -19,8 +19,8 @@ from raytrain_plus.data.convert.formats.formats import format_of
 from raytrain_plus.data.dataset import dataset
 from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.reading.unusable import judge
-from raytrain_plus.data.sources.row_names import named_row
-from raytrain_plus.data.sources.source import check_alike, class_names, read_unit
+from raytrain_plus.data.sources.alike import check_alike
+from raytrain_plus.data.sources.converted_source import class_names
 from raytrain_plus.data.values.images import DecodeImages
 from raytrain_plus.errors import DataError
 
@@ -43,7 +43,7 @@ def quiet(read: int, of: int) -> None:
 
 def read(path: Path, cache: Path) -> pa.Table:
     seen = dataset(path, cache=cache)
-    return pq.read_table(seen.path)
+    return pq.read_table(seen.describe()["path"])
 
 
 def test_rows_are_the_files_in_order_and_labels_number_the_class_folders(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_file_that_is_no_image_is_a_row_where_rows_may_be_skipped(tmp_path: Pa
         dataset(folder, cache=tmp_path / "cache")
     found = dataset(folder, cache=tmp_path / "cache", skip=True)
     assert found.rows == 4
-    rows = without_ids(read_unit(found, 0))
+    rows = without_ids(found.read_unit(0))
     judged = judge((DecodeImages(4, 4),), rows, lambda place: rows.slice(place, 1))
     assert [*judged.faults] == [2]
-    assert named_row(found, 0, 2) == str(folder / "2.png")
+    assert found.name_rows(0, [2]) == str(folder / "2.png")

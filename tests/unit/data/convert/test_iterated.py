@@ -10,11 +10,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from raytrain_plus.data.dataset import again, returned_dataset
+from raytrain_plus.data.dataset import returned_dataset
 from raytrain_plus.data.sources.iterated import _folder_name, read_once
-from raytrain_plus.data.sources.source import Index, read_unit
+from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset
 from raytrain_plus.errors import DataError, TaskError
+from tests.support.datasets import seen_again
 
 SOURCE = """
 import os
@@ -67,12 +68,12 @@ def root(tmp_path: Path) -> Iterator[Path]:
     open_dataset.cache_clear()
 
 
-def read(root: Path, name: str) -> Index:
+def read(root: Path, name: str) -> Source:
     return returned_dataset(f"numbers_of:{name}", [root], cache=root / "cache")
 
 
-def column(seen: Index, name: str = "y") -> list[int]:
-    return [value for unit in range(len(seen.unit_rows)) for value in read_unit(seen, unit).column(name).to_pylist()]
+def column(seen: Source, name: str = "y") -> list[int]:
+    return [value for unit in range(len(seen.unit_rows)) for value in seen.read_unit(unit).column(name).to_pylist()]
 
 
 @pytest.mark.parametrize("name", ["numbers", "generator"])
@@ -81,7 +82,7 @@ def test_all_items_are_read_in_order_and_once(root: Path, name: str, capsys: pyt
     assert column(seen) == list(range(2500))
     assert column(seen, "x")[7] == [7, 7]
     assert seen.named == f"numbers_of:{name}"
-    assert seen.to_json()["converted_from"] == seen.named
+    assert seen.describe()["converted_from"] == seen.named
     said = capsys.readouterr().err
     assert f"reading numbers_of:{name} once, into Parquet" in said
     assert f"read numbers_of:{name}: 2,500 rows in" in said
@@ -91,7 +92,7 @@ def test_all_items_are_read_in_order_and_once(root: Path, name: str, capsys: pyt
     # Only the first ones, to know whether they are the same.
     assert len(asked) <= 65
     assert re.fullmatch(rf"rows of numbers_of:{name} are those in .*; delete it to .*\n", capsys.readouterr().err)
-    assert pq.ParquetFile(seen.file(0)).metadata.row_group(0).num_rows == seen.unit_rows[0]
+    assert pq.ParquetFile(seen.places[0]).metadata.row_group(0).num_rows == seen.unit_rows[0]
 
 
 def test_changed_items_are_read_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +126,7 @@ def test_items_that_do_not_fit_are_named(root: Path) -> None:
 def test_a_worker_reads_its_own_copy(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(root))
     seen = returned_dataset("numbers_of:numbers", [root])
-    assert again(seen, [root]) == seen
+    assert seen_again(seen, root) == seen
 
 
 def test_a_dataset_of_ray_is_read_on_the_drivers_machine_alone(root: Path) -> None:

@@ -38,7 +38,7 @@ def write(folder: Path, rows: pa.Table = TABLE, **settings: Any) -> Any:
 
 
 def ids(path: Path, cache: Path) -> list[int]:
-    return pq.read_table(dataset(path, cache=cache).path).column("id").to_pylist()  # type: ignore[no-any-return]
+    return pq.read_table(dataset(path, cache=cache).describe()["path"]).column("id").to_pylist()  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("name", ["rows.lance", "rows"])
@@ -47,7 +47,7 @@ def test_its_rows_become_the_same_files_as_those_of_other_formats(tmp_path: Path
     write_stream(tmp_path / "rows.arrow", ROWS)
     assert format_of(tmp_path / name) == "lance"
     seen, other = (dataset(tmp_path / one, cache=tmp_path / "cache") for one in (name, "rows.arrow"))
-    assert contents(Path(seen.path)) == contents(Path(other.path))
+    assert contents(Path(seen.describe()["path"])) == contents(Path(other.describe()["path"]))
     assert seen.fingerprint == other.fingerprint
     assert (seen.named, seen.rows) == (str(tmp_path / name), len(ROWS))
 
@@ -130,7 +130,7 @@ def test_columns_keep_their_types_and_values(tmp_path: Path) -> None:
     )
     write(tmp_path / "rows.lance", table.cast(table.schema.set(0, blob)))
     seen = dataset(tmp_path / "rows.lance", cache=tmp_path / "cache")
-    assert pq.read_table(seen.path).to_pylist() == table.to_pylist()
+    assert pq.read_table(seen.describe()["path"]).to_pylist() == table.to_pylist()
     assert (seen.schema.types[0], seen.schema.field(0).metadata) == (pa.large_binary(), None)
 
 

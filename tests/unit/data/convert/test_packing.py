@@ -25,15 +25,19 @@ from raytrain_plus.data.dataset import dataset, held_out_data, training_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reading.first_rows import first_rows
 from raytrain_plus.data.sources import packing
+from raytrain_plus.data.sources.alike import check_alike
 from raytrain_plus.data.sources.differences import differences
-from raytrain_plus.data.sources.packing import packed, packed_again
-from raytrain_plus.data.sources.source import Index, check_alike, read_unit
+from raytrain_plus.data.sources.packing import packed
+from raytrain_plus.data.sources.parquet_source import ParquetSource
+from raytrain_plus.data.sources.source import Source
+from raytrain_plus.data.sources.tokenized_source import TokenizedSource
 from raytrain_plus.data.sources.user_dataset import open_dataset
 from raytrain_plus.data.values.collate import ADDED
 from raytrain_plus.data.values.tokens import POSITIONS
 from raytrain_plus.errors import DataError
 from raytrain_plus.task import Task
 from tests.support.conversions import kill_after_a_part
+from tests.support.datasets import seen_again
 from tests.support.tokenizers import save, texts
 
 TEXTS = ["the " * 600, *texts(400), ""]
@@ -86,8 +90,8 @@ def plain(file: Path, tokenizer: Path, length: int, end: int | None) -> tuple[li
     return next(rows), next(rows), len(tokens) % length
 
 
-def rows(seen: Index, name: str = "input_ids") -> list[list[int]]:
-    return [row for unit in range(len(seen.unit_rows)) for row in read_unit(seen, unit).column(name).to_pylist()]
+def rows(seen: Source, name: str = "input_ids") -> list[list[int]]:
+    return [row for unit in range(len(seen.unit_rows)) for row in seen.read_unit(unit).column(name).to_pylist()]
 
 
 @pytest.mark.parametrize(("length", "end"), [(2, 0), (37, 0), (37, None), (512, 3)])
@@ -99,8 +103,7 @@ def test_rows_are_those_of_a_plain_loop(tmp_path: Path, small: None, saved: Path
     expected, positions, left = plain(file, saved, length, None if end == 3 else end)
     assert rows(seen) == expected
     assert rows(seen, POSITIONS) == positions
-    assert seen.packed is not None
-    assert (seen.packed.dropped, seen.packed.end, seen.packed.documents) == (left, end, len(TEXTS))
+    assert (seen.packing.dropped, seen.packing.end, seen.packing.documents) == (left, end, len(TEXTS))
     assert seen.schema == pa.schema([(name, pa.list_(pa.int64(), length)) for name in ("input_ids", ADDED[0])])
     assert any(max(row) >= 300 for row in positions), "a document is not truncated, and spans rows"
 
@@ -170,12 +173,12 @@ def test_sources_of_a_mix_are_packed_each_by_itself(tmp_path: Path, saved: Path)
     files = [write_jsonl(tmp_path / f"{name}.jsonl", TEXTS[start:]) for name, start in (("a", 0), ("b", 250))]
     mix = [{"path": str(file), "weight": number + 1} for number, file in enumerate(files)]
     seen = training_data(job_of(saved, mix=mix, pack=16), [])
-    assert [rows(source) for source in seen.sources] == [plain(file, saved, 16, 0)[0] for file in files]
-    assert seen.tokenizer is None
-    said = seen.to_json()
+    assert [rows(source) for source in seen.parts] == [plain(file, saved, 16, 0)[0] for file in files]
+    assert not isinstance(seen, TokenizedSource)
+    said = seen.describe()
     assert [source["packed"]["documents"] for source in said["sources"]] == [len(TEXTS), len(TEXTS) - 250]
     end_with(saved, None)
-    found = differences(training_data(job_of(saved, mix=mix, pack=16), []).to_json(), said)
+    found = differences(training_data(job_of(saved, mix=mix, pack=16), []).describe(), said)
     assert found[:2] == [
         f"source {number}: data.tokenizer names another token that ends a document" for number in (0, 1)
     ]
@@ -187,36 +190,35 @@ def test_it_is_packed_once_until_something_changes(
     file = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     first = packed(dataset(file), 16, saved)
     left = plain(file, saved, 16, 0)[2]
-    assert first.packed is not None
     line = (
         f"402 documents, with the end token 0, packed in rows of 16 tokens; the last {left} tokens fill no row and are"
     )
     assert f"{file}: {line} dropped\n" == capsys.readouterr().err
-    assert first.packed.line() == f"{line} dropped"
-    again = packed_again(dataset(file), first.packed)
-    assert (again.path, again.fingerprint) == (first.path, first.fingerprint)
+    assert first.packing.line() == f"{line} dropped"
+    again = seen_again(first)
+    assert (again, again.describe()) == (first, first.describe())
     assert capsys.readouterr().err == ""
-    assert packed(dataset(file), 17, saved).path != first.path
+    assert packed(dataset(file), 17, saved).source.named != first.source.named
     capsys.readouterr()
     write_jsonl(file, TEXTS[1:])
     changed = packed(dataset(file), 16, saved)
     assert "a.jsonl has changed since it was packed: packing it again\n" in capsys.readouterr().err
-    assert changed.path != first.path
-    assert "the documents have changed" in differences(changed.to_json(), first.to_json())
+    assert changed.source.named != first.source.named
+    assert "the documents have changed" in differences(changed.describe(), first.describe())
     write_jsonl(file, TEXTS)
     assert packed(dataset(file), 16, saved).fingerprint == first.fingerprint
     end_with(saved, None)
     other = packed(dataset(file), 16, saved)
     assert other.fingerprint != first.fingerprint
-    found = differences(other.to_json(), first.to_json())
+    found = differences(other.describe(), first.describe())
     assert found[0] == "data.tokenizer names another token that ends a document"
     end_with(saved, "[PAD]")
     save(saved, change=1)
     # Its tokens are the same, because nothing is truncated.
     other = packed(dataset(file), 16, saved)
     assert other.fingerprint != first.fingerprint
-    assert differences(other.to_json(), first.to_json())[0] == "data.tokenizer has another content"
-    assert differences(dataset(file).to_json(), first.to_json())[1] == "only one of them is packed"
+    assert differences(other.describe(), first.describe())[0] == "data.tokenizer has another content"
+    assert differences(dataset(file).describe(), first.describe())[1] == "only one of them is packed"
 
 
 def test_what_is_dropped_is_reported(tmp_path: Path, saved: Path) -> None:
@@ -238,7 +240,7 @@ def test_an_interrupted_packing_continues_after_its_last_part(
     table = pa.table({"text": TEXTS})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=30)
     documents = dataset(tmp_path / "a.parquet")
-    whole = contents(Path(packed(documents, 16, saved, cache=tmp_path / "other").path))
+    whole = contents(Path(packed(documents, 16, saved, cache=tmp_path / "other").source.named))
     assert len(whole) > 10
     real, calls = parts.ConvertedParts._write, [0]
 
@@ -260,7 +262,7 @@ def test_an_interrupted_packing_continues_after_its_last_part(
             assert kept.items() <= found.items(), "its parts are kept"
             kept = found
     assert len(kept) >= 9
-    assert contents(Path(made.path)) == whole
+    assert contents(Path(made.source.named)) == whole
 
 
 @pytest.mark.slow
@@ -273,7 +275,7 @@ def test_a_killed_packing_continues(tmp_path: Path, saved: Path) -> None:
         "from raytrain_plus.data.convert import parts; parts.GROUPS = 8\n"
         "from raytrain_plus.data.sources.packing import packed\n"
         "from raytrain_plus.data.dataset import dataset\n"
-        "print(packed(dataset(sys.argv[1]), 64, sys.argv[2], cache=Path(sys.argv[3])).path)"
+        "print(packed(dataset(sys.argv[1]), 64, sys.argv[2], cache=Path(sys.argv[3])).source.named)"
     )
 
     def words(cache: str) -> list[str]:
@@ -300,13 +302,15 @@ def test_a_file_that_changes_meanwhile_is_not_packed(
     # Also after its last rows have been read.
     seen = dataset(tmp_path / "a.parquet")
 
-    def read(documents: Index, unit: int) -> pa.Table:
-        table = read_unit(documents, unit)
+    read_unit = ParquetSource.read_unit
+
+    def read(documents: ParquetSource, unit: int, prefix: str = "") -> pa.Table:
+        table = read_unit(documents, unit, prefix)
         if unit == len(documents.unit_rows) - 1:
             os.utime(tmp_path / "a.parquet", (1, 1))
         return table
 
-    monkeypatch.setattr(packing, "read_unit", read)
+    monkeypatch.setattr(ParquetSource, "read_unit", read)
     with pytest.raises(DataError, match="the file changed while its documents were packed\n"):
         packed(seen, 16, saved, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("[!.]*"))
@@ -319,7 +323,7 @@ def test_documents_that_differ_in_another_column_are_other_data(tmp_path: Path, 
         made.append(packed(dataset(tmp_path / "a.parquet"), 16, saved))
     assert rows(made[0]) == rows(made[1])
     assert made[0].fingerprint != made[1].fingerprint
-    assert differences(made[1].to_json(), made[0].to_json()) == ["the documents have changed"]
+    assert differences(made[1].describe(), made[0].describe()) == ["the documents have changed"]
 
 
 def test_the_same_documents_packed_by_another_column_are_other_data(tmp_path: Path, saved: Path) -> None:
@@ -331,7 +335,7 @@ def test_the_same_documents_packed_by_another_column_are_other_data(tmp_path: Pa
     }
     assert rows(made["text"]) != rows(made["more"])
     assert made["text"].fingerprint != made["more"].fingerprint
-    again = packed_again(made["more"].documents, made["more"].packed)
+    again = seen_again(made["more"])
     assert again.fingerprint == made["more"].fingerprint
 
 

@@ -46,7 +46,7 @@ def rows(count: int, begin: int = 0) -> list[dict[str, Any]]:
 
 
 def read(path: Path, tmp_path: Path) -> pa.Table:
-    return pq.read_table(dataset(path, cache=tmp_path / "cache").path)
+    return pq.read_table(dataset(path, cache=tmp_path / "cache").describe()["path"])
 
 
 def quiet(read: int, of: int) -> None:
