@@ -13,7 +13,7 @@ import ray
 
 from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
-from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.formation import InWorld
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.group.nodes import Nodes
 from raytrain_plus.controller.record.metrics import Metrics
@@ -123,7 +123,7 @@ class Controller:
 
     def joined(self, worker: str, generation: int, form_s: float, moved_bytes: int) -> None:
         """Record that a worker is in its world and has the state: see `Formed`."""
-        self._engine.loop.put(Formed(worker, generation, form_s, moved_bytes))
+        self._engine.loop.put(InWorld(worker, generation, form_s, moved_bytes))
 
     def copied(self, sent: Sent) -> None:
         """Record that a copy of a worker's state is in its buddy's memory."""

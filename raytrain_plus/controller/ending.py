@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from raytrain_plus.controller.group.arrivals import Arrivals
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.model_hand_over import ModelHandOver
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.controller.run_order import Closing
 from raytrain_plus.errors import DataChanged, RaytrainError, RunError, TrainingError
 from raytrain_plus.membership import events as e
 
 
-@dataclass
 class Ending:
     """Determines the status and the error of a run that ends, and writes both."""
 
-    journal: Journal
-    members: Members
-    arrivals: Arrivals
-    hand_over: ModelHandOver
-    job: str
-    """The job's name."""
-    began: float
-    """Unix seconds at which Ray was available."""
-    closing: Closing | None = field(default=None, init=False)
-    """How the run has ended; None while it has not."""
+    def __init__(self, run: Run, members: Members, arrivals: Arrivals, hand_over: ModelHandOver, began: float) -> None:
+        """Prepare the end; `began`: Unix seconds at which Ray was available."""
+        self.journal, self.job, self.began = run.journal, run.job.name, began
+        self.members, self.arrivals, self.hand_over = members, arrivals, hand_over
+        self.closing: Closing | None = None
+        """How the run has ended; None while it has not."""
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.End: self.end}
 
     def end(self, command: e.End) -> None:
         """End the run as the machine says, unless something worse was found. Raises if it never began."""

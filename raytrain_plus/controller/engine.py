@@ -1,41 +1,35 @@
 """Wire the controller's parts together, and run them: everything of the controller but Ray.
 
-Messages and commands have one table each, from their type to their handler: `message_handlers` and `Executor.connect`.
+Each part says which of the state machine's commands, and which messages in the inbox, it `handles`, by their type: who
+looks for the references of a command finds the machine, which gives it, and the part, which carries it out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
 
-from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints, publisher_of
 from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.ending import Ending
-from raytrain_plus.controller.event_loop import TICK_S, Clock, Died, EventLoop, Host, WorkerGroup
+from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Host, WorkerGroup
 from raytrain_plus.controller.executor import Executor
 from raytrain_plus.controller.group.arrivals import Arrivals
-from raytrain_plus.controller.group.formation import Formation, Formed
-from raytrain_plus.controller.group.last_progress import LastProgress
+from raytrain_plus.controller.group.formation import Formation
 from raytrain_plus.controller.group.lost_workers import Losses
-from raytrain_plus.controller.group.members import Members, Reported
-from raytrain_plus.controller.group.model_hand_over import Exported, Exporter, ModelHandOver
+from raytrain_plus.controller.group.members import Members
+from raytrain_plus.controller.group.model_hand_over import Exporter, ModelHandOver
 from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
-from raytrain_plus.controller.group.nodes import Draining, NodeLost
 from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.controller.opening import open_run
 from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.run import Run, merged
 from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
-from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Limits
-from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable
 from raytrain_plus.runs.history import Past
@@ -43,7 +37,6 @@ from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import Probe, leave_probe
-from raytrain_plus.workers.messages import Sent, Written
 
 
 class Engine:
@@ -62,44 +55,46 @@ class Engine:
         clock: Clock,
     ) -> None:
         """Wire the parts for the run of this order; `began`: Unix seconds at which Ray was available."""
-        job = order.plan.job
         self._order, self._clock, self._host = order, clock, host
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
-        self.run_folder = run = Claimed(open_folder(order.plan.folder))
+        self.run_folder = folder = Claimed(open_folder(order.plan.folder))
         self.loop = loop = EventLoop(workers, clock)
-        self.journal = journal = journal_of(order, run, clock)
-        publisher = publisher_of(run, order, journal, loop.put)
+        self.journal = journal = journal_of(order, folder, clock)
+        publisher = publisher_of(folder, order, journal, loop.put)
         self.machine = machine = Executor(limits, publisher.durable)
-        self._exporter = Exporter(run, workers.begin, journal.check_fence, loop.put, journal.outages)
-        roster, pulses = Roster(), Pulses()
-        partitions = Partitions(job, roster, order.sizes)
-        self._checkpoints = checkpoints = Checkpoints(
-            run, order, journal, publisher, loop, machine, partitions, host, clock
+        roster = Roster()
+        partitions = Partitions(order.plan.job, roster, order.sizes)
+        run = Run(order, folder, loop, machine, journal, partitions, roster, clock, host)
+
+        self._exporter = Exporter(folder, workers.begin, journal.check_fence, loop.put, journal.outages)
+        self._checkpoints = checkpoints = Checkpoints(run, publisher)
+        restoring, replication = Restoring(run, checkpoints), Replication(run)
+        members = Members(run, checkpoints, replication)
+        self._formation = formation = Formation(run, checkpoints, restoring, replication, members, self._open_run)
+        self._hand_over = hand_over = ModelHandOver(run, self._exporter, replication, restoring, checkpoints, members)
+        losses = Losses(run, checkpoints, hand_over)
+        self._monitor = monitor = Monitor(run, formation, members, losses, checkpoints, hand_over, nodes)
+        self._arrivals = arrivals = Arrivals(run, losses, monitor)
+        self._ending = ending = Ending(run, members, arrivals, hand_over, began)
+
+        self.handlers = merged(
+            [
+                arrivals,
+                formation,
+                members,
+                monitor,
+                losses,
+                replication,
+                checkpoints,
+                restoring,
+                hand_over,
+                ending,
+                machine,
+            ]
         )
-        restoring = Restoring(run, order.past, journal, checkpoints, loop, machine, partitions, order.plan.fresh_rates)
-        replication = Replication(loop, machine, roster, journal, job.parallel.overlaps)
-        members = Members(loop, machine, journal, pulses, checkpoints, replication, clock, job.best)
-        self._formation = formation = Formation(
-            loop, machine, journal, roster, partitions, pulses, checkpoints, restoring, replication, members, clock,
-            host, self._open_run, order.plan.collective, job.best,
-        )  # fmt: skip
-        self._hand_over = hand_over = ModelHandOver(
-            loop, machine, journal, self._exporter, replication, restoring, checkpoints, members, clock, partitions,
-            job.best,
-        )  # fmt: skip
-        losses = Losses(loop, machine, journal, roster, pulses, checkpoints, hand_over, clock)
-        self._monitor = monitor = Monitor(
-            loop, machine, journal, roster, pulses, formation, members, losses, checkpoints, hand_over,
-            LastProgress(loop, checkpoints, hand_over, journal), nodes, job.elastic, clock, host.node,
-        )  # fmt: skip
-        self._arrivals = arrivals = Arrivals(
-            loop, machine, journal, roster, partitions, pulses, losses, monitor, clock, order.plan
-        )
-        self._ending = ending = Ending(journal, members, arrivals, hand_over, job.name, began)
-        machine.connect(
-            arrivals, formation, members, monitor, losses, replication, checkpoints, restoring, hand_over, ending
-        )
-        loop.serve(message_handlers(machine, members, formation, checkpoints, replication, hand_over, losses, monitor))
+        """What handles each command of the machine, and each message."""
+        loop.serve(self.handlers)
+        machine.serve(self.handlers, replication.look)
 
     @property
     def closing(self) -> Closing | None:
@@ -130,7 +125,7 @@ class Engine:
 
     def begin(self, probe: Probe | None) -> None:
         """Start the first workers. Those on nodes that come later check the `probe` too."""
-        self._arrivals.plan = replace(self._order.plan, probe=probe)
+        self._arrivals.begin(probe)
         self._nodes.start(self.loop.put)
         self.machine.begin()
         self._monitor.begin()
@@ -178,29 +173,3 @@ def journal_of(order: RunOrder, run: Claimed, clock: Clock) -> Journal:
     rows, epochs = plan.data.rows, plan.job.epochs
     end = None if epochs is None else (plan.steps, epochs * rows)
     return Journal(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)
-
-
-def message_handlers(
-    machine: Executor,
-    members: Members,
-    formation: Formation,
-    checkpoints: Checkpoints,
-    replication: Replication,
-    hand_over: ModelHandOver,
-    losses: Losses,
-    monitor: Monitor,
-) -> Mapping[type[Any], Callable[[Any], None]]:
-    """Return the handler of each kind of message: workers' reports, deaths, threads' results, and users' requests."""
-    return {
-        Reported: members.reported,
-        Formed: formation.joined,
-        Written: checkpoints.wrote,
-        Sent: replication.sent,
-        Published: checkpoints.published,
-        Exported: hand_over.exported,
-        Died: losses.died,
-        Draining: monitor.drains,
-        NodeLost: losses.node_lost,
-        e.Stop: monitor.stop,
-        e.Rescale: machine.feed,
-    }

@@ -1,23 +1,14 @@
-"""Carry out the state machine's commands: one handler for each kind."""
+"""Carry out the state machine's commands, one after the other."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.checkpoints.restoring import Restoring
-from raytrain_plus.controller.ending import Ending
-from raytrain_plus.controller.group.arrivals import Arrivals
-from raytrain_plus.controller.group.formation import Formation
-from raytrain_plus.controller.group.lost_workers import Losses
-from raytrain_plus.controller.group.members import Members
-from raytrain_plus.controller.group.model_hand_over import ModelHandOver
-from raytrain_plus.controller.group.monitor import Monitor
-from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import state_machine
-from raytrain_plus.membership.group_state import Limits, Phase
+from raytrain_plus.membership.group_state import Limits
 
 
 class Executor:
@@ -26,38 +17,19 @@ class Executor:
     def __init__(self, limits: Limits, durable: int) -> None:
         """Begin the group; `durable`: the step of the newest checkpoint, -1 if there is none."""
         self.group, self._first = state_machine.begin(limits, durable)
-        self.handlers: Mapping[type[Any], Callable[[Any], None]] = {}
+        self._handlers: Mapping[type[Any], Callable[[Any], None]] = {}
+        self._look: Callable[[], None] = lambda: None
+        self._events: deque[e.Event] = deque()
+        """What the machine is to hear yet; not empty while the commands of an event are carried out."""
 
-    def connect(
-        self,
-        arrivals: Arrivals,
-        formation: Formation,
-        members: Members,
-        monitor: Monitor,
-        losses: Losses,
-        replication: Replication,
-        checkpoints: Checkpoints,
-        restoring: Restoring,
-        hand_over: ModelHandOver,
-        ending: Ending,
-    ) -> None:
-        """Map each command to its handler."""
-        self.handlers = {
-            e.Start: arrivals.start,
-            e.WarmUp: arrivals.warm_up,
-            e.Join: formation.join,
-            e.Pause: members.pause,
-            e.Finish: members.finish,
-            e.Recall: members.recall,
-            e.Interrupt: monitor.interrupt,
-            e.Wait: monitor.wait,
-            e.Dismiss: losses.dismissed,
-            e.Restore: restoring.restore,
-            e.Keep: checkpoints.keep_for_drain,
-            e.HandOver: hand_over.begin,
-            e.End: ending.end,
-        }
-        self._formation, self._replication = formation, replication
+    def serve(self, handlers: Mapping[type[Any], Callable[[Any], None]], look: Callable[[], None]) -> None:
+        """Carry out commands by these handlers from now on, and `look` at the group after each event."""
+        self._handlers, self._look = handlers, look
+
+    @property
+    def handles(self) -> Mapping[type[Any], Callable[[Any], None]]:
+        """The requests that only the machine handles."""
+        return {e.Rescale: self.feed}
 
     def begin(self) -> None:
         """Carry out the first commands."""
@@ -65,14 +37,23 @@ class Executor:
             self._do(command)
 
     def feed(self, event: e.Event) -> None:
-        """Give the machine an event, and carry out its commands."""
-        before = self.group
-        self.group, commands = state_machine.step(before, event)
-        if before.phase is Phase.JOIN and self.group.phase in (Phase.TRAIN, Phase.PAUSE):
-            self._formation.formed()
-        for command in commands:
-            self._do(command)
-        self._replication.look()
+        """Give the machine an event, and carry out its commands.
+
+        An event that arises while a command is carried out waits until all commands of the event before it are: it must
+        see the group that these commands make.
+        """
+        self._events.append(event)
+        if len(self._events) > 1:
+            return
+        try:
+            while self._events:
+                self.group, commands = state_machine.step(self.group, self._events[0])
+                for command in commands:
+                    self._do(command)
+                self._look()
+                self._events.popleft()
+        finally:
+            self._events.clear()
 
     def _do(self, command: e.Command) -> None:
-        self.handlers[type(command)](command)
+        self._handlers[type(command)](command)

@@ -257,6 +257,11 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
+class Formed:
+    """All members are in their worlds, and have the state: training begins."""
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """Ask the generation's members to stop at one step boundary."""
 
@@ -348,4 +353,19 @@ class End:
     why: str
 
 
-Command = Start | Join | Pause | Interrupt | Finish | Recall | WarmUp | Restore | Keep | Dismiss | HandOver | Wait | End
+Command = (
+    Start
+    | Join
+    | Formed
+    | Pause
+    | Interrupt
+    | Finish
+    | Recall
+    | WarmUp
+    | Restore
+    | Keep
+    | Dismiss
+    | HandOver
+    | Wait
+    | End
+)

@@ -436,7 +436,7 @@ def _run(group: Group) -> Outcome:
     group = replace(group, phase=Phase.TRAIN, unformed=0, broken=False)
     for name in members_in(group):
         group = with_worker(group, name, proved=True)
-    commands: list[e.Command] = []
+    commands: list[e.Command] = [e.Formed()]
     for name, worker in list(group.workers.items()):
         # A worker that is already back from the last step may be the only one that holds its stage.
         if worker.state != "idle" or name in group.seats:

@@ -13,9 +13,8 @@ import yaml
 
 from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published, Publisher
 from raytrain_plus.controller.checkpoints.open_checkpoints import Abandoned, Saving
-from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine
 from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership import events as e
@@ -57,27 +56,12 @@ def publisher_of(run: Claimed, order: RunOrder, journal: Journal, done: Callable
 class Checkpoints:
     """The checkpoint state on the controller's thread; the publisher does what takes long on its own thread."""
 
-    def __init__(
-        self,
-        run: Claimed,
-        order: RunOrder,
-        journal: Journal,
-        publisher: Publisher,
-        loop: EventLoop,
-        machine: Machine,
-        partitions: Partitions,
-        host: Host,
-        clock: Clock,
-    ) -> None:
-        self._run = run
-        self._order = order
-        self._journal = journal
+    def __init__(self, run: Run, publisher: Publisher) -> None:
+        order, clock = run.order, run.clock
+        self._run, self._order, self._journal = run.folder, order, run.journal
+        self._loop, self._machine, self._partitions = run.loop, run.machine, run.partitions
+        self._host, self._clock = run.host, clock
         self._publisher = publisher
-        self._loop = loop
-        self._machine = machine
-        self._partitions = partitions
-        self._host = host
-        self._clock = clock
         self._every_s = order.plan.job.checkpoint.every_s
         self._saving = Saving()
         self._publishing: set[str] = set()
@@ -91,6 +75,11 @@ class Checkpoints:
         self._last = clock.now()
         self._requested_in: int | None = None
         """The generation in which a checkpoint was requested."""
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Keep: self.keep_for_drain, Written: self.wrote, Published: self.published}
 
     @property
     def newest(self) -> Manifest | None:

@@ -6,15 +6,12 @@ import logging
 from functools import partial
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.event_loop import TICK_S, EventLoop, Machine
-from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.event_loop import TICK_S
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.errors import CheckpointError, DamagedError, InputError, StorageError
 from raytrain_plus.membership import events as e
-from raytrain_plus.runs.history import Past
 from raytrain_plus.state.stored.checkpoint import MISSING, find_checkpoint_fault
 from raytrain_plus.state.stored.manifest import Manifest
-from raytrain_plus.storage.interface import Folder
 
 RESTORE_AGAIN_S = 5.0
 """Seconds after which reading a checkpoint is retried."""
@@ -25,31 +22,20 @@ log = logging.getLogger(__name__)
 class Restoring:
     """Has idle workers read the newest checkpoint that can be used, and reports where the run continues."""
 
-    def __init__(
-        self,
-        run: Folder,
-        past: Past | None,
-        journal: Journal,
-        checkpoints: Checkpoints,
-        loop: EventLoop,
-        machine: Machine,
-        partitions: Partitions,
-        fresh_rates: bool = False,
-    ) -> None:
-        """Prepare to read checkpoints; `past`: what the run resumes from, None for a new run.
-
-        `fresh_rates`: see `Plan`.
-        """
-        self._fresh_rates = fresh_rates
-        self._run = run
-        self._past = past
-        self._journal = journal
-        self._checkpoints = checkpoints
-        self._loop = loop
-        self._machine = machine
-        self._partitions = partitions
+    def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
+        """Prepare to read checkpoints."""
+        self._fresh_rates = run.order.plan.fresh_rates
+        self._run, self._loop, self._machine, self._journal = run.folder, run.loop, run.machine, run.journal
+        self._checkpoints, self._partitions = checkpoints, run.partitions
+        self._past = run.order.past
+        """What the run resumes from; None for a new run, and once it is recorded."""
         self._read: Manifest | None = None
         """The checkpoint that a worker has read last."""
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Restore: self.restore}
 
     def restore(self, command: e.Restore) -> None:
         """Have a worker read the newest checkpoint: a stage, and of a sharded state some rows."""

@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
-from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.group.lost_workers import Losses
 from raytrain_plus.controller.group.monitor import Monitor
-from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.partitions import Partitions
-from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.errors import DataChanged, InputError, RaytrainError
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import PREPARE_S
 from raytrain_plus.state.weight_rows import OF_ROWS
-from raytrain_plus.workers.messages import Plan, PreparedReport, WorkerLocation
+from raytrain_plus.storage.probe import Probe
+from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
 class Arrivals:
     """Starts workers, has them prepare, and reports them to the machine once they are ready."""
 
-    loop: EventLoop
-    machine: Machine
-    journal: Journal
-    roster: Roster
-    partitions: Partitions
-    pulses: Pulses
-    losses: Losses
-    monitor: Monitor
-    clock: Clock
-    plan: Plan
-    """The plan as workers get it."""
-    data_changed: DataChanged | None = field(default=None, init=False)
-    """Why the run has failed, though it stops as if it was asked to: a worker found changed data before it joined."""
-    _trying: str = field(default="", init=False)
-    """The worker that tries the task, or has tried it. While it does, it is preparing, and the first group waits."""
+    def __init__(self, run: Run, losses: Losses, monitor: Monitor) -> None:
+        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.roster, self.partitions, self.pulses, self.clock = run.roster, run.partitions, run.pulses, run.clock
+        self.losses, self.monitor = losses, monitor
+        self.plan = run.order.plan
+        """The plan as workers get it."""
+        self.data_changed: DataChanged | None = None
+        """Why the run has failed, though it stops as if asked to: a worker found changed data before it joined."""
+        self._trying = ""
+        """The worker that tries the task, or has tried it. While it does, it is preparing, and the first group waits.
+        """
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Start: self.start, e.WarmUp: self.warm_up}
+
+    def begin(self, probe: Probe | None) -> None:
+        """Have workers on nodes that come later check the `probe` too."""
+        self.plan = replace(self.plan, probe=probe)
 
     def start(self, command: e.Start) -> None:
         """Start workers."""

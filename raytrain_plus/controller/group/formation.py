@@ -14,16 +14,12 @@ from raytrain_plus.collective.member_credentials import Credentials
 from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.checkpoints.restoring import Restoring
-from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine, stale
+from raytrain_plus.controller.event_loop import stale
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.state_copies import Replication
-from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.roster.donors import DonorPart, donor_parts
-from raytrain_plus.controller.roster.partitions import Partitions
-from raytrain_plus.controller.roster.roster import Roster
-from raytrain_plus.job.settings import EarlyStop, KeepBest
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.view import View
 from raytrain_plus.workers.messages import Assignment, ShareOf
@@ -40,7 +36,7 @@ Addresses = frozenset[tuple[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Formed:
+class InWorld:
     """A worker is in its world, and has the state."""
 
     worker: str
@@ -69,28 +65,35 @@ class _Worlds:
             server.close()
 
 
-@dataclass
 class Formation:
     """Forms one generation after another; holds the rendezvous servers of the current one."""
 
-    loop: EventLoop
-    machine: Machine
-    journal: Journal
-    roster: Roster
-    partitions: Partitions
-    pulses: Pulses
-    checkpoints: Checkpoints
-    restoring: Restoring
-    replication: Replication
-    members: Members
-    clock: Clock
-    host: Host
-    open_run: Callable[[], None]
-    """Opens the run's folder. Only the first generation does so: nothing is wrong then with what was requested."""
-    collective: str
-    best: EarlyStop | KeepBest | None
-    """The setting whose metric decides the best state."""
-    _now: _Worlds | None = field(default=None, init=False)
+    def __init__(
+        self,
+        run: Run,
+        checkpoints: Checkpoints,
+        restoring: Restoring,
+        replication: Replication,
+        members: Members,
+        open_run: Callable[[], None],
+    ) -> None:
+        """Prepare to form generations.
+
+        `open_run` opens the run's folder. Only the first generation does so: nothing is wrong then with what was
+        requested.
+        """
+        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.roster, self.partitions, self.pulses = run.roster, run.partitions, run.pulses
+        self.clock, self.host, self.best = run.clock, run.host, run.best
+        self.collective = run.order.plan.collective
+        self.checkpoints, self.restoring, self.replication = checkpoints, restoring, replication
+        self.members, self.open_run = members, open_run
+        self._now: _Worlds | None = None
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Join: self.join, e.Formed: self.formed, InWorld: self.joined}
 
     def join(self, command: e.Join) -> None:
         """Form the worlds of a view, and have its members train in them."""
@@ -133,7 +136,7 @@ class Formation:
                 # A separate call, which ends: a reference lives as long as the call that received it.
                 self.loop.tell(member.worker, "take", view.generation, taken)
 
-    def joined(self, message: Formed) -> None:
+    def joined(self, message: InWorld) -> None:
         """Record that a member is in its worlds."""
         if stale(self.machine.group, message.generation, f"{message.worker} joined"):
             return
@@ -142,7 +145,7 @@ class Formation:
             self._now.moved_bytes += message.moved_bytes
         self.machine.feed(e.Joined(message.worker, message.generation))
 
-    def formed(self) -> None:
+    def formed(self, command: e.Formed) -> None:
         """Record that all members are in their worlds and have the state."""
         if self._now is None:
             return

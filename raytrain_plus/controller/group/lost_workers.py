@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.event_loop import Clock, Died, EventLoop, Machine
+from raytrain_plus.controller.event_loop import Died
 from raytrain_plus.controller.group.model_hand_over import ModelHandOver
 from raytrain_plus.controller.group.nodes import NodeLost
-from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.roster.devices import Devices
-from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.workers.pool import OUT_OF_MEMORY, PROCESS_ONLY
 
 
-@dataclass
 class Losses:
     """Removes workers: from the loop, the pulses and the checkpoints in progress, and then from the group."""
 
-    loop: EventLoop
-    machine: Machine
-    journal: Journal
-    roster: Roster
-    pulses: Pulses
-    checkpoints: Checkpoints
-    hand_over: ModelHandOver
-    clock: Clock
-    devices: Devices = field(default_factory=Devices)
+    def __init__(self, run: Run, checkpoints: Checkpoints, hand_over: ModelHandOver) -> None:
+        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.roster, self.pulses, self.clock = run.roster, run.pulses, run.clock
+        self.checkpoints, self.hand_over = checkpoints, hand_over
+        self.devices = Devices()
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Dismiss: self.dismissed, Died: self.died, NodeLost: self.node_lost}
 
     def lost(self, name: str, cause: str, *, vacate: bool = False, withhold: bool = False, fault: str = "") -> None:
         """Handle a worker that is gone or is considered gone; end its process in the latter case.

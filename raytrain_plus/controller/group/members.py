@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.event_loop import TICK_S, Clock, EventLoop, Machine, stale
+from raytrain_plus.controller.event_loop import TICK_S, stale
 from raytrain_plus.controller.group.state_copies import Replication
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job.settings import EarlyStop, KeepBest
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Phase, members_in
-from raytrain_plus.membership.hang_detection import Pulses
 from raytrain_plus.membership.view import View
 from raytrain_plus.training.exchange.step_records import Evaluated, Record
 from raytrain_plus.trial.mistakes import check_best
@@ -48,28 +46,18 @@ class _Outcomes:
 class Members:
     """Sends requests to a generation's members, and takes their reports and outcomes."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        machine: Machine,
-        journal: Journal,
-        pulses: Pulses,
-        checkpoints: Checkpoints,
-        replication: Replication,
-        clock: Clock,
-        keep_best: EarlyStop | KeepBest | None,
-    ) -> None:
-        self._loop = loop
-        self._machine = machine
-        self._journal = journal
-        self._pulses = pulses
-        self._checkpoints = checkpoints
-        self._replication = replication
-        self._clock = clock
-        self._keep_best = keep_best
+    def __init__(self, run: Run, checkpoints: Checkpoints, replication: Replication) -> None:
+        self._loop, self._machine, self._journal = run.loop, run.machine, run.journal
+        self._pulses, self._clock, self._keep_best = run.pulses, run.clock, run.best
+        self._checkpoints, self._replication = checkpoints, replication
         self._now = _Outcomes()
         self.errors: dict[str, tuple[RaytrainError, int | None]] = {}
         """The members' errors, by the message that the state machine has of each, and the step of each, if any."""
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Pause: self.pause, e.Finish: self.finish, e.Recall: self.recall, Reported: self.reported}
 
     def begin(self, view: View) -> None:
         """Expect the members of a new generation."""

@@ -17,13 +17,11 @@ from typing import Any
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.checkpoints.restoring import Restoring
-from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.state_copies import Replication
-from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.partitions import Partitions
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.errors import DamagedError, Interrupted, RaytrainError, RunError, StorageError, WorkerLost
-from raytrain_plus.job.settings import EarlyStop, KeepBest
+from raytrain_plus.job.settings import EarlyStop
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Phase
 from raytrain_plus.membership.mesh import Donor
@@ -158,24 +156,22 @@ class Exporter:
         return digest.hexdigest()
 
 
-@dataclass
 class ModelHandOver:
     """The end of a run's training: the model is exported, and the last state is kept in a checkpoint."""
 
-    loop: EventLoop
-    machine: Machine
-    journal: Journal
-    exporter: Exporter
-    replication: Replication
-    restoring: Restoring
-    checkpoints: Checkpoints
-    members: Members
-    clock: Clock
-    partitions: Partitions
-    best: EarlyStop | KeepBest | None
-    """The setting whose metric decides the best state."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        exporter: Exporter,
+        replication: Replication,
+        restoring: Restoring,
+        checkpoints: Checkpoints,
+        members: Members,
+    ) -> None:
+        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.clock, self.partitions, self.best = run.clock, run.partitions, run.best
+        self.exporter, self.replication, self.restoring = exporter, replication, restoring
+        self.checkpoints, self.members = checkpoints, members
         self.export: Export | None = None
         """The exported model; None until it is stored."""
         self.error: RaytrainError | None = None
@@ -189,6 +185,11 @@ class ModelHandOver:
         self._waits = False
         """Whether the best state is read once the last one is kept."""
         self._ends_kept = self._tries = 0
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.HandOver: self.begin, Exported: self.exported}
 
     @property
     def written(self) -> tuple[int, int] | None:

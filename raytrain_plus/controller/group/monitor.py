@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.event_loop import Clock, EventLoop, Machine
 from raytrain_plus.controller.group.formation import Formation
 from raytrain_plus.controller.group.last_progress import LastProgress
 from raytrain_plus.controller.group.lost_workers import Losses
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.model_hand_over import ModelHandOver
 from raytrain_plus.controller.group.nodes import Draining
-from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.roster.awaited import awaited
-from raytrain_plus.controller.roster.roster import Roster
-from raytrain_plus.job.settings import Elastic
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Phase, holders, members_in
-from raytrain_plus.membership.hang_detection import Pulses, judge, overdue, unresponsive
+from raytrain_plus.membership.hang_detection import judge, overdue, unresponsive
 from raytrain_plus.membership.timeouts import LEAVE_BEFORE_S, PAUSE_BEFORE_S, clock_of, limit_s, stop_limit_s
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.training.exchange.step_records import Activity
@@ -52,28 +48,25 @@ class NodeWatch(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
 class Monitor:
     """Finds phases and workers that take too long, and nodes that are draining or unresponsive."""
 
-    loop: EventLoop
-    machine: Machine
-    journal: Journal
-    roster: Roster
-    pulses: Pulses
-    formation: Formation
-    members: Members
-    losses: Losses
-    checkpoints: Checkpoints
-    hand_over: ModelHandOver
-    last_progress: LastProgress
-    nodes: NodeWatch
-    elastic: Elastic
-    clock: Clock
-    here: str
-    """The controller's own node."""
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        run: Run,
+        formation: Formation,
+        members: Members,
+        losses: Losses,
+        checkpoints: Checkpoints,
+        hand_over: ModelHandOver,
+        nodes: NodeWatch,
+    ) -> None:
+        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.roster, self.pulses, self.clock = run.roster, run.pulses, run.clock
+        self.elastic, self.here = run.job.elastic, run.host.node
+        self.formation, self.members, self.losses, self.nodes = formation, members, losses, nodes
+        self.checkpoints, self.hand_over = checkpoints, hand_over
+        self.last_progress = LastProgress(run.loop, checkpoints, hand_over, run.journal)
         now = self.clock.now()
         self._phase: tuple[object, float] = (clock_of(self.machine.group), now)
         """What the current phase's clock measures, and since when."""
@@ -82,6 +75,11 @@ class Monitor:
         """The draining nodes, each with its deadline in Unix seconds, if known."""
         self._stopping_since: float | None = None
         self._asked_aside = False
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {e.Interrupt: self.interrupt, e.Wait: self.wait, e.Stop: self.stop, Draining: self.drains}
 
     def begin(self) -> None:
         """Start the clock of the first phase."""

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from raytrain_plus.controller.event_loop import EventLoop, Machine, stale
-from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.event_loop import stale
+from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.copy_holders import buddies
 from raytrain_plus.membership.group_state import Phase
@@ -36,19 +35,19 @@ class _Copies:
 class Replication:
     """Assigns buddies, and confirms copies once they exist for every stage of a committed step."""
 
-    def __init__(self, loop: EventLoop, machine: Machine, roster: Roster, journal: Journal, overlaps: bool) -> None:
-        """Begin without copies.
-
-        `overlaps`: whether steps overlap: a loss then takes all members back to where those steps began.
-        """
-        self._loop = loop
-        self._machine = machine
-        self._roster = roster
-        self._journal = journal
-        self._overlaps = overlaps
+    def __init__(self, run: Run) -> None:
+        """Begin without copies."""
+        self._loop, self._machine, self._roster, self._journal = run.loop, run.machine, run.roster, run.journal
+        self._overlaps = run.job.parallel.overlaps
+        """Whether steps overlap: a loss then takes all members back to where those steps began."""
         self._now: _Copies | None = None
         self._kept = False
         """Whether any copies may be kept somewhere."""
+
+    @property
+    def handles(self) -> Handlers:
+        """See `Handling`."""
+        return {Sent: self.sent}
 
     def begin(self, view: View) -> None:
         """Assign the copies of a new generation."""

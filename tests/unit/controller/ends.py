@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 from raytrain_plus.audit.audit_record import read_record
-from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.formation import InWorld
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.errors import Interrupted, WorkerLost
 from raytrain_plus.job.settings import EarlyStop, Job
@@ -336,7 +336,7 @@ class Ends(Run):
             part.before = process.holds, process.stage, process.owned
         process.holds, process.stage, process.owned = before, stage, owned
         part.joined = True
-        self.engine.loop.put(Formed(name, assignment.generation, 0.1, 0))
+        self.engine.loop.put(InWorld(name, assignment.generation, 0.1, 0))
         self.replay(name)
 
     def replay(self, name: str) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
-from raytrain_plus.controller.group.formation import Formed
+from raytrain_plus.controller.group.formation import InWorld
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.ledger.ledger import NOTE
@@ -316,7 +316,7 @@ class Run:
     def join(self, *names: str) -> None:
         """Have these members report that they are in their world."""
         for name in names:
-            self.put(Formed(name, self.generation, 0.25, 0))
+            self.put(InWorld(name, self.generation, 0.25, 0))
 
     def report(self, name: str, *steps: int) -> None:
         """Have a member report that it has applied these steps."""

@@ -18,6 +18,7 @@ from raytrain_plus.controller.checkpoints.checkpointing import GENERATIONS, Chec
 from raytrain_plus.controller.event_loop import EventLoop
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
+from raytrain_plus.controller.run import Run
 from raytrain_plus.job.settings import Checkpoint
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Group, Limits, Phase, WorkerStatus
@@ -110,7 +111,9 @@ class Kept:
         roster.prepared("a", PreparedReport(parameters=1, state_bytes=1))
         partitions = Partitions(job_of(), roster, size_table(job_of()))
         self.machine = machine
-        self.it = Checkpoints(run, order, journal, publisher, loop, machine, partitions, FakeHost(), self.time.clock)
+        clock = self.time.clock
+        shared = Run(order, run, loop, machine, journal, partitions, roster, clock, FakeHost())
+        self.it = Checkpoints(shared, publisher)
 
     def begin_number(self, generation: int) -> int:
         self.base += 1

@@ -66,7 +66,8 @@ A, B, C = "worker-0", "worker-1", "worker-2"
 
 
 def test_every_command_has_a_handler(started: Started) -> None:
-    assert set(started().engine.machine.handlers) == set(get_args(e.Command))
+    handled = {kind for kind in started().engine.handlers if kind in get_args(e.Command)}
+    assert handled == set(get_args(e.Command))
 
 
 def test_workers_that_have_started_form_a_world_and_train(started: Started) -> None:
@@ -87,7 +88,7 @@ def test_workers_that_have_started_form_a_world_and_train(started: Started) -> N
 
 def test_members_at_two_tensor_ranks_of_a_replica_share_its_world_and_no_ring(started: Started) -> None:
     run = started(A, B)
-    run.engine.machine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
+    run.engine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
     given = [run.assignment(name) for name in (A, B)]
     assert [(one.ring.name, one.ring.size) for one in given] == [("stage0-g0", 1), ("stage1-g0", 1)]
     shared = [(one.replica.name, one.replica.rank, one.replica.size) for one in given if one.replica]
@@ -520,7 +521,7 @@ def test_members_that_end_with_different_states_fail_the_run(started: Started) -
 
 def test_tensor_ranks_end_with_states_of_their_own(started: Started) -> None:
     run = started(A, B)
-    run.engine.machine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
+    run.engine.handlers[e.Join](e.Join(form_view(0, [A, B], Shape(1, 1, 2), 2), 0, (), {}))
     for name, sha in ((A, "ab"), (B, "cd")):
         run.report(name, 0, 1, 2, 3)
         run.finish([name], sha)

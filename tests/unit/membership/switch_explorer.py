@@ -291,7 +291,7 @@ class Switch:
             return self._told(world, e.Handed())
         if isinstance(command, e.Dismiss):
             return world._replace(out=tuple(one for one in world.out if one[0] != command.worker))
-        if isinstance(command, e.Wait | e.End):
+        if isinstance(command, e.Formed | e.Wait | e.End):
             return world
         raise Violation(f"{command} in {shown(world)}")
 

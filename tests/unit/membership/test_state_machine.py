@@ -128,8 +128,8 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (G, e.Stop): (E, ["End"], {"stopping": True}),
     (G, e.Fitted): (G, [], {"limits": replace(LIMITS, sizes=SizeTable(1, 2, 2, (2,)))}),
     (G, e.Late): (E, ["End"], {"failure": "only 0 of at least 1 worker were available within elastic.wait_s"}),
-    (J, e.Joined): (T, [], {"a.joined": True, "a.proved": True, "b.proved": True}),
-    (J, e.Committed): (T, [], {"committed": 2, "a.proved": True, "b.proved": True}),
+    (J, e.Joined): (T, ["Formed"], {"a.joined": True, "a.proved": True, "b.proved": True}),
+    (J, e.Committed): (T, ["Formed"], {"committed": 2, "a.proved": True, "b.proved": True}),
     (J, e.Left): (J, [], {"a.state": "idle"}),
     (J, e.Lost): (L, ["Interrupt"], {**FAILED, "unformed": 1, "a": None}),
     (J, e.Notice): (J, [], {"a.leaving": True}),
@@ -326,7 +326,7 @@ def test_memory_that_runs_out_again_replaces_the_worker_and_then_ends_the_run() 
     assert not group.failure
     assert group.seats == ("b",)
     group, commands = step(group, e.Joined("b", group.generation))
-    assert [type(command) for command in commands] == [e.Dismiss, e.Start]
+    assert [type(command) for command in commands] == [e.Formed, e.Dismiss, e.Start]
     group, commands = exhausted(group, ("b",))
     assert group.failure == fault
 
@@ -504,7 +504,7 @@ def test_a_newcomer_with_which_no_world_forms_is_dismissed() -> None:
     for name in ("a", "b"):
         group, commands = step(group, e.Joined(name, 2))
     assert e.Dismiss("new") in commands
-    assert [type(command) for command in commands if not isinstance(command, e.Dismiss)] == [e.Start]
+    assert [type(command) for command in commands if not isinstance(command, e.Dismiss)] == [e.Formed, e.Start]
 
 
 def test_a_first_world_that_does_not_form_has_no_suspects() -> None:
