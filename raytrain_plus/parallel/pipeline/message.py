@@ -8,6 +8,7 @@
 extensions), or a list:
 
     [number]                    a block; the same object twice has one number
+    [name]                      a built-in type, such as the factory of a `defaultdict`
     [class, context, parts]     a container, as torch's pytree takes it apart: a list, dict, named tuple, whatever is
                                 registered there; a set, frozenset or `torch.Size`: its items; a dataclass, or a
                                 subclass of dict or `UserDict`: its attributes and its items; an object that is bytes
@@ -69,7 +70,7 @@ KNOWN: Classes = MappingProxyType(
         for one in (bool, bytes, float, int, str, list, tuple, dict, OrderedDict, defaultdict, deque, *_GROUPS)
     }
 )
-"""The classes that every reader knows: containers, and what else makes the values of a `defaultdict`."""
+"""The classes that every reader knows: containers, and the other built-in types that a `defaultdict` may call."""
 
 
 def classes_of(batch: Any) -> Classes:
@@ -123,19 +124,6 @@ def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any
         raise RunError(f"a message from another stage cannot be read: {type(error).__name__}: {error}") from error
 
 
-def plain_context(cls: type, context: Any) -> Any:
-    """Return a pytree node's context with a known class by name: the factory of a `defaultdict`."""
-    if cls is not defaultdict:
-        return context
-    factory, keys = context
-    return [next((name for name, one in KNOWN.items() if one is factory), factory), keys]
-
-
-def full_context(cls: type, context: Any) -> Any:
-    """Return the context that `plain_context` encoded. Raises `KeyError` if its class is not known."""
-    return [context[0] and KNOWN[context[0]], context[1]] if cls is defaultdict else context
-
-
 def dtype_named(name: str) -> torch.dtype:
     """Return torch's dtype of that name. Raises `ValueError` if it does not exist."""
     found = getattr(torch, name, None)
@@ -157,7 +145,7 @@ class _Writer:
         """By `id`, the block of an object."""
 
     def node(self, value: Any, place: Place, depth: int) -> Any:
-        """Return `value`, whose path is `place`, as the header has it."""
+        """Return `value`, whose path is `place`, as the header has it. Raises `TaskError`: see `to_bytes`."""
         cls = type(value)
         if cls in _PLAIN:
             return value
@@ -168,6 +156,8 @@ class _Writer:
                 self._numbers[id(value)] = len(self.blocks)
                 self.blocks.append((value, *_block(value, place)))
             return [self._numbers[id(value)]]
+        if isinstance(value, type) and KNOWN.get(class_name(value)) is value:
+            return [class_name(value)]
         context, parts = _opened(value, place)
         name = class_name(cls)
         if self._classes is None:
@@ -234,12 +224,12 @@ def _read_block(data: memoryview, kind: str, *content: Any) -> Any:
 
 
 def _opened(value: Any, place: Place) -> tuple[Any, list[Any]]:
-    """Return the context and the parts of a container."""
+    """Return the context and the parts of a container. Raises `TaskError` if the value cannot pass."""
     cls = type(value)
     registered = None if cls in _GROUPS else pytree.SUPPORTED_NODES.get(cls)
     if registered is not None:
         parts, context = registered.flatten_fn(value)
-        return plain_context(cls, context), list(parts)
+        return context, list(parts)
     if cls in _GROUPS or pytree.is_namedtuple_class(cls):
         return None, list(value)
     if _has_attributes(cls):
@@ -262,7 +252,7 @@ def _read(node: Any, blocks: list[Any], classes: Classes) -> Any:
     if type(node) is not list:
         return node
     if len(node) == 1:
-        return blocks[node[0]]
+        return KNOWN[node[0]] if type(node[0]) is str else blocks[node[0]]
     name, context, nodes = node
     cls: Any = classes[name]
     parts = [_read(one, blocks, classes) if type(one) is list else one for one in nodes]
@@ -270,7 +260,7 @@ def _read(node: Any, blocks: list[Any], classes: Classes) -> Any:
         return cls(parts)
     registered = pytree.SUPPORTED_NODES.get(cls)
     if registered is not None:
-        return registered.unflatten_fn(parts, full_context(cls, _read(context, blocks, classes)))
+        return registered.unflatten_fn(parts, _read(context, blocks, classes))
     if pytree.is_namedtuple_class(cls):
         return cls(*parts)
     made = cls.__new__(cls)
@@ -287,7 +277,8 @@ def _read(node: Any, blocks: list[Any], classes: Classes) -> Any:
 
 
 def _has_attributes(cls: type) -> bool:
-    """Return whether the class is a dataclass, or a mapping of its own, that is what its attributes and items are."""
+    """Return whether an object of the class is made of its attributes, and its items if it is a dict."""
+    # A dataclass with another `__new__` also is what that makes: a list or a number, say.
     return issubclass(cls, (dict, UserDict)) or (dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__)
 
 
@@ -298,11 +289,7 @@ def _extension(value: int | complex) -> msgpack.ExtType:
 
 
 def _extended(code: int, data: bytes) -> int | complex:
-    if code == _INTEGER:
-        return int.from_bytes(data, "little", signed=True)
-    if code != _COMPLEX:
-        raise ValueError(f"unknown extension: {code}")
-    return complex(*struct.unpack("<2d", data))
+    return int.from_bytes(data, "little", signed=True) if code == _INTEGER else complex(*struct.unpack("<2d", data))
 
 
 def _aligned(offset: int) -> int:
@@ -314,7 +301,7 @@ def _refusal(value: Any, place: Place, what: str = "") -> TaskError:
     return TaskError(
         f"{_written(place)} is {found}, which cannot pass between pipeline stages",
         expected="tensors, NumPy arrays, numbers, text, bytes, None, and lists, tuples, sets, dicts and dataclasses of "
-        "these, and what is registered with torch's pytree",
+        "these, or containers registered with torch's pytree",
         remedy=_REMEDY,
     )
 

@@ -30,16 +30,7 @@ from typing_extensions import override
 from raytrain_plus.collective.world import Transfer
 from raytrain_plus.errors import RunError, TaskError, TrainingError
 from raytrain_plus.parallel.pipeline.layout import MICROBATCHES
-from raytrain_plus.parallel.pipeline.message import (
-    KNOWN,
-    Classes,
-    class_name,
-    dtype_named,
-    from_bytes,
-    full_context,
-    plain_context,
-    to_bytes,
-)
+from raytrain_plus.parallel.pipeline.message import KNOWN, Classes, class_name, dtype_named, from_bytes, to_bytes
 from raytrain_plus.parallel.weighting import Weight
 from raytrain_plus.torch_compat import pytree
 
@@ -198,7 +189,7 @@ def _described(tree: pytree.TreeSpec) -> Any:
     children = [_described(child) for child in tree.children()]
     if tree.type is namedtuple:
         return "namedtuple", [class_name(tree.context), list(tree.context._fields)], children
-    return class_name(tree.type), plain_context(tree.type, tree.context), children
+    return class_name(tree.type), tree.context, children
 
 
 def _tree(described: Any) -> pytree.TreeSpec:
@@ -211,7 +202,7 @@ def _tree(described: Any) -> pytree.TreeSpec:
         same = (cls for cls in _named_tuples(tuple) if class_name(cls) == name and list(cls._fields) == fields)
         return pytree.TreeSpec(namedtuple, next(same), list(map(_tree, children)))
     known = {class_name(cls): cls for cls in pytree.SUPPORTED_NODES if cls is not namedtuple}
-    return pytree.TreeSpec(known[kind], full_context(known[kind], context), list(map(_tree, children)))
+    return pytree.TreeSpec(known[kind], context, list(map(_tree, children)))
 
 
 def _named_tuples(cls: Any) -> Iterator[Any]:

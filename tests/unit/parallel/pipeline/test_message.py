@@ -73,6 +73,11 @@ class Slots:
 
 
 @dataclass
+class Listed(list[int]):
+    """A dataclass that holds more than its attributes."""
+
+
+@dataclass
 class WithSlots(Slots):
     """A dataclass whose base keeps attributes elsewhere."""
 
@@ -317,6 +322,10 @@ def test_unsupported_values_are_named_with_a_remedy() -> None:
     ):
         with pytest.raises(TaskError, match=words):
             classes_of(value)
+    deep: Any = 1
+    for _ in range(100):
+        deep = (deep,)
+    assert passed(deep) == deep
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(TaskError, match="more than 100 levels deep"):
@@ -335,7 +344,8 @@ def test_unsupported_values_are_named_with_a_remedy() -> None:
         (slots(), r"a .*\.Slots"),
         (Text("a"), r"a .*\.Text"),
         (range(3), "a builtins.range"),
-        (list, "a builtins.type"),
+        (Listed(), r"a .*\.Listed"),
+        (decimal.Decimal, "a builtins.type"),
         (MappingProxyType({"a": 1}), "a builtins.mappingproxy"),
         (torch.ones(2, 2).as_subclass(Image), r"a .*\.Image"),
         (torch.nn.Parameter(torch.ones(1)), "a torch.nn.parameter.Parameter"),
@@ -384,9 +394,13 @@ def test_reading_a_message_imports_calls_and_unpickles_nothing(tmp_path: Path) -
             for context in (None, list_of())
             for parts in ([str(canary), "w"], [["builtins.dict", list_of(), []]])
         ),
-        *(written([["collections.defaultdict", list_of(name, list_of()), []], []]) for name in (*names, "tests.Plain")),
+        *(
+            written([["collections.defaultdict", list_of([name], list_of()), []], []])
+            for name in (*names, "tests.Plain")
+        ),
         *(written([[name, None, [str(canary)]], []]) for name in ("builtins.str", "builtins.int", "builtins.bytes")),
         written([["builtins.type", None, ["eval"]], []]),
+        written([["builtins.eval"], []]),
         written([["antigravity", None, []], []]),
         written([deep, []]),
         written([msgpack.ExtType(7, b"x"), []]),
@@ -430,7 +444,7 @@ def test_forged_messages_differ_from_good_ones_only_in_what_they_forge() -> None
     assert from_bytes(bytearray(block(["array", "'<f4'", [2], "C", False], bytes(8)))).tolist() == [0, 0]
     assert from_bytes(bytearray(block(["tensor", "float32", [2], [1], False], bytes(8)))).tolist() == [0, 0]
     assert from_bytes(bytearray(block(["bytes"], b"ab"))) == b"ab"
-    made = written([["collections.defaultdict", list_of("builtins.int", list_of("a")), [1]], []])
+    made = written([["collections.defaultdict", list_of(["builtins.int"], list_of("a")), [1]], []])
     assert from_bytes(bytearray(made)) == defaultdict(int, a=1)
 
 
