@@ -286,6 +286,23 @@ def test_the_state_of_objects_passes() -> None:
     assert passed(torch.ones(2, requires_grad=True)).requires_grad
 
 
+def test_a_tokenizers_batch_and_a_models_output_pass() -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "-": 2}, unk_token="-"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    batch = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="-")(
+        ["a b", "a"], padding=True, return_tensors="pt"
+    )
+    found = passed(batch)
+    assert type(found) is type(batch)
+    assert found["input_ids"].tolist() == [[0, 1], [0, 2]]
+    assert [found.word_ids(row) for row in (0, 1)] == [batch.word_ids(row) for row in (0, 1)]
+    output = transformers.modeling_outputs.CausalLMOutput(logits=torch.ones(2))
+    assert type(passed(output)) is type(output)
+    assert [*passed(output)] == ["logits"]
+    assert passed(output).loss is None
+
+
 def test_one_tensor_in_two_places_stays_one() -> None:
     ids = torch.arange(3)
     found = passed({"ids": ids, "labels": ids, "other": ids.clone()})
