@@ -1,75 +1,62 @@
-"""Messages between pipeline stages: a value as a JSON header and raw bytes. Nothing is ever pickled.
+"""Messages between pipeline stages: a value as a msgpack header and raw bytes. Nothing is ever pickled.
 
     8 bytes     length of the header, little-endian
-    header      JSON: [value, blocks]
+    header      msgpack: [value, blocks]
     blocks      the raw bytes of tensors, NumPy arrays and byte strings, each at a multiple of 64 bytes
 
-`value` is plain JSON for None, bool, int, finite float, str, list, and dict with text keys. Everything else is
-{"~": kind, ...}:
+`value` is None, a bool, a number or text as msgpack has them (an integer of more than 64 bits and a complex number are
+extensions), or a list:
 
-    float       infinities and NaN, as text               tuple, set, frozenset    their `items`
-    dict        keys that are not text: pairs in `items`  complex                  `real` and `imag`, as text
-    block       a tensor, an array or bytes: its number; the same object twice has one number
-    type        a built-in type (list, dict, ...), by name from a fixed list
-    object      of a class of the batch: its `class`, and its parts (`arguments`, `state`, `items`, `pairs`)
+    [number]                    a block; the same object twice has one number
+    [name]                      a built-in type, such as the factory of a `defaultdict`
+    [class, context, parts]     a container, as torch's pytree takes it apart: a list, dict, named tuple, whatever is
+                                registered there; a set, frozenset or `torch.Size`: its items; a dataclass, or a
+                                subclass of dict or `UserDict`: its attributes and its items; an object that is bytes
+                                to `__getstate__`, such as a tokenizer's `Encoding`: these
 
-Each of `blocks` gives its offset, its length and its content: ["tensor", dtype, shape, strides, requires_grad, class,
-attributes] (a subclass of `torch.Tensor` has a class), ["array", scalar] (in NumPy's own .npy format) or ["bytes",
-mutable]. Strides are kept, because results can depend on them in the last bit. Each tensor gets its own memory.
+Each of `blocks` gives its length and its content: ["tensor", dtype, shape, strides, requires_grad], ["array", dtype as
+in NumPy's .npy format, shape, order, scalar], ["bytes"] or ["bytearray"]. Strides are kept, because results can depend
+on them in the last bit. Each tensor gets its own memory.
 
-Reading imports nothing and calls nothing that the message names. A class is looked up by name among those that the
-reader knows: a fixed list, and the classes of the first microbatch, which every worker has collated with its own task
-(`classes_of`).
+Reading imports nothing, and calls nothing that the message names but classes that the reader knows: those of a fixed
+list, and those of the first microbatch, which every worker has collated with its own task (`classes_of`).
 """
 
 from __future__ import annotations
 
-import copyreg
-import datetime
-import decimal
-import io
-import json
+import ast
+import dataclasses
 import math
-import tokenize
-from collections import Counter, OrderedDict, defaultdict, deque
+import struct
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
+import msgpack
 import numpy as np
 import torch
 
 from raytrain_plus.errors import RunError, TaskError
+from raytrain_plus.torch_compat import pytree
 
-ValueName = str | tuple[Any, str, Any]
-"""The path of a part of a value: a name, or (the container's path, a format of path and key, the key)."""
+Place = str | tuple[Any, Any, int | None]
+"""The path of a part of a value: a name, or (the container's path, the container, the part's number; None: context)."""
 Classes = Mapping[str, type]
 """By module and name: the classes whose objects may be in a message."""
 
 ALIGNMENT = 64
 DEPTH = 100
-"""The deepest nesting of lists, dicts and objects."""
+"""The deepest nesting of containers."""
 
-_KIND = "~"
-_PLAIN = frozenset((bool, int, str, type(None)))
 _LENGTH = 8
-_KNOWN = (
-    OrderedDict,
-    Counter,
-    defaultdict,
-    deque,
-    datetime.date,
-    datetime.datetime,
-    datetime.time,
-    datetime.timedelta,
-    decimal.Decimal,
-    torch.Size,
-)
-_TYPES: Classes = MappingProxyType(
-    {one.__name__: one for one in (bool, bytes, dict, float, frozenset, int, list, set, str, tuple)}
-)
+_PLAIN = frozenset((bool, complex, float, int, str, type(None)))
+_RAW = (torch.Tensor, np.ndarray, bytes, bytearray)
+_GROUPS = (set, frozenset, torch.Size)
+"""What torch's pytree does not take apart, or not into the same class."""
+_INTEGER, _COMPLEX = 0, 1
+"""The extensions of msgpack."""
 _REMEDY = "return only these from Task.collate, or do not use parallel.pipeline"
-_EXPECTED = "tensors, NumPy arrays, numbers, text, bytes, None, and lists, tuples, sets, dicts and objects of these"
 
 
 def class_name(cls: type) -> str:
@@ -77,8 +64,13 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-KNOWN: Classes = MappingProxyType({class_name(one): one for one in _KNOWN})
-"""The classes that every reader knows."""
+KNOWN: Classes = MappingProxyType(
+    {
+        class_name(one): one
+        for one in (bool, bytes, float, int, str, list, tuple, dict, OrderedDict, defaultdict, deque, *_GROUPS)
+    }
+)
+"""The classes that every reader knows: containers, and the other built-in types that a `defaultdict` may call."""
 
 
 def classes_of(batch: Any) -> Classes:
@@ -87,7 +79,7 @@ def classes_of(batch: Any) -> Classes:
     Raises `TaskError` if it contains values that no message can carry.
     """
     writer = _Writer(None)
-    writer.value(batch, "batch", 0)
+    writer.node(batch, "batch", 0)
     return MappingProxyType({**KNOWN, **writer.met})
 
 
@@ -97,19 +89,18 @@ def to_bytes(value: Any, classes: Classes = KNOWN, name: str = "message") -> byt
     Raises `TaskError` if it contains an object that no message can carry, or whose class is not in `classes`.
     """
     writer = _Writer(classes)
-    value = writer.value(value, name, 0)
-    end, blocks = 0, []
-    for described, data in writer.blocks:
-        blocks.append([_aligned(end), data.nbytes, *described])
-        end = _aligned(end) + data.nbytes
-    header = json.dumps([value, blocks], separators=(",", ":")).encode()
-    start = _aligned(_LENGTH + len(header))
-    message = bytearray(start + end)
-    message[:_LENGTH] = len(header).to_bytes(_LENGTH, "little")
-    message[_LENGTH : _LENGTH + len(header)] = header
+    node = writer.node(value, name, 0)
+    described = [[len(data), *content] for _, content, data in writer.blocks]
+    header = msgpack.packb([node, described], default=_extension, unicode_errors="surrogatepass")
+    at, spans = _LENGTH + len(header), []
+    for _, _, data in writer.blocks:
+        at = _aligned(at)
+        spans.append(slice(at, at := at + len(data)))
+    message = bytearray(at)
+    message[: _LENGTH + len(header)] = len(header).to_bytes(_LENGTH, "little") + header
     whole = memoryview(message)
-    for (at, length, *_), (_, data) in zip(blocks, writer.blocks, strict=True):
-        whole[start + at : start + at + length] = data
+    for span, (_, _, data) in zip(spans, writer.blocks, strict=True):
+        whole[span] = data
     return message
 
 
@@ -117,258 +108,20 @@ def from_bytes(message: bytearray | memoryview, classes: Classes = KNOWN) -> Any
     """Return the value of a message. Raises `RunError` if the message is invalid or has objects of other classes."""
     try:
         whole = memoryview(message)
-        length = int.from_bytes(whole[:_LENGTH], "little")
-        value, blocks = json.loads(bytes(whole[_LENGTH : _LENGTH + length]))
-        reader = _MessageReader(classes, blocks, whole[_aligned(_LENGTH + length) :])
-        return reader.value(value, 0)
-    except _DAMAGED as error:
+        at = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
+        node, described = msgpack.unpackb(whole[_LENGTH:at], ext_hook=_extended, unicode_errors="surrogatepass")
+        blocks = []
+        for length, *content in described:
+            at = _aligned(at)
+            data = whole[at : at + length]
+            if len(data) != length:
+                raise ValueError("it is truncated")
+            blocks.append(_read_block(data, *content))
+            at += length
+        return _read(node, blocks, classes)
+    except Exception as error:
+        # What a class makes of damaged parts may raise anything.
         raise RunError(f"a message from another stage cannot be read: {type(error).__name__}: {error}") from error
-
-
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-"""Errors raised by the parts of a damaged message; `RuntimeError` includes `RecursionError`."""
-
-
-def _written(place: ValueName) -> str:
-    if isinstance(place, str):
-        return place
-    around, how, key = place
-    return how.format(_written(around), key)
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-class _Writer:
-    """Encodes one value."""
-
-    def __init__(self, classes: Classes | None) -> None:
-        self._classes = classes
-        """None: accept and collect all classes."""
-        self.met: dict[str, type] = {}
-        self.blocks: list[tuple[list[Any], memoryview]] = []
-        self._numbers: dict[int, int] = {}
-        """By `id`, the block of an object."""
-        self._kept: list[Any] = []
-        """Keeps objects alive whose `id` is used here, so that no other object gets the same `id`."""
-
-    def value(self, value: Any, name: ValueName, depth: int) -> Any:
-        """Return `value`, called `name` in errors, as JSON."""
-        if depth > DEPTH:
-            raise self._refusal(value, name, f"more than {DEPTH} levels deep")
-        kind = type(value)
-        if kind in _PLAIN:
-            return value
-        if kind is float:
-            return value if math.isfinite(value) else {_KIND: "float", "value": str(value)}
-        if kind is complex:
-            return {_KIND: "complex", "real": repr(value.real), "imag": repr(value.imag)}
-        if kind is dict:
-            return self._dict(value, name, depth)
-        if kind in (list, tuple, set, frozenset):
-            items = self._items(value, name, depth)
-            return items if kind is list else {_KIND: kind.__name__, "items": items}
-        if isinstance(value, (torch.Tensor, bytes, bytearray)) or kind is np.ndarray or isinstance(value, np.generic):
-            return {_KIND: "block", "number": self._block(value, name, depth)}
-        if isinstance(value, type) and _TYPES.get(value.__name__) is value:
-            return {_KIND: "type", "name": value.__name__}
-        return self._object(value, name, depth)
-
-    def _items(self, values: Any, name: ValueName, depth: int) -> list[Any]:
-        return [
-            one if type(one) in _PLAIN else self.value(one, (name, "{}[{!r}]", number), depth + 1)
-            for number, one in enumerate(values)
-        ]
-
-    def _dict(self, value: dict[Any, Any], name: ValueName, depth: int) -> Any:
-        if all(type(key) is str for key in value) and _KIND not in value:
-            return {
-                key: one if type(one) in _PLAIN else self.value(one, (name, "{}[{!r}]", key), depth + 1)
-                for key, one in value.items()
-            }
-        return {_KIND: "dict", "items": self._pairs(value.items(), name, depth)}
-
-    def _pairs(self, pairs: Any, name: ValueName, depth: int) -> list[Any]:
-        return [
-            [
-                self.value(key, (name, "a key of {}", None), depth + 1),
-                self.value(one, (name, "{}[{!r}]", key), depth + 1),
-            ]
-            for key, one in pairs
-        ]
-
-    def _block(self, value: Any, name: ValueName, depth: int) -> int:
-        if id(value) not in self._numbers:
-            if isinstance(value, torch.Tensor):
-                described, data = self._tensor(value, name, depth)
-            elif isinstance(value, (np.ndarray, np.generic)):
-                described, data = self._array(value, name)
-            else:
-                described, data = ["bytes", isinstance(value, bytearray)], memoryview(bytes(value))
-            self._kept.append(value)
-            self._numbers[id(value)] = len(self.blocks)
-            self.blocks.append((described, data))
-        return self._numbers[id(value)]
-
-    def _tensor(self, value: torch.Tensor, name: ValueName, depth: int) -> tuple[list[Any], memoryview]:
-        if value.layout != torch.strided or value.is_quantized or value.is_meta:
-            raise self._refusal(value, name, f"a tensor with the layout {value.layout}")
-        plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
-        strides = plain.stride()
-        # Send values repeated by a stride of zero only once.
-        packed = plain[tuple(slice(None) if stride else slice(1) for stride in strides)].contiguous()
-        described: list[Any] = [
-            "tensor",
-            str(plain.dtype).removeprefix("torch."),
-            list(plain.shape),
-            list(strides),
-            value.requires_grad,
-            None,
-            {},
-        ]
-        if type(value) is not torch.Tensor:
-            described[5:] = [self._class(value, name), self.value(dict(vars(value)), name, depth + 1)]
-        return described, packed.reshape(-1).view(torch.uint8).numpy().data
-
-    def _array(self, value: Any, name: ValueName) -> tuple[list[Any], memoryview]:
-        array = np.asarray(value)
-        if array.dtype.hasobject:
-            raise self._refusal(value, name, "a NumPy array of Python objects")
-        file = io.BytesIO()
-        np.lib.format.write_array(file, array, allow_pickle=False)
-        return ["array", isinstance(value, np.generic)], file.getbuffer()
-
-    def _object(self, value: Any, name: ValueName, depth: int) -> Any:
-        found: dict[str, Any] = {_KIND: "object", "class": self._class(value, name)}
-        try:
-            how, arguments, *rest = value.__reduce_ex__(2)
-        except Exception:
-            # Whatever it raised, it cannot be pickled either.
-            raise self._refusal(value, name) from None
-        state, items, pairs = ([*rest, None, None, None])[:3]
-        if how is copyreg.__newobj__ and arguments[:1] == (type(value),):  # type: ignore[attr-defined]
-            arguments, found["new"] = arguments[1:], True
-        elif how is not type(value):
-            raise self._refusal(value, name)
-        inside = (name, "{} ({})", type(value).__name__)
-        found["arguments"] = self._items(arguments, inside, depth + 1)
-        found["state"] = self.value(state, inside, depth + 1)
-        found["items"] = None if items is None else self._items(items, name, depth + 1)
-        found["pairs"] = None if pairs is None else self._pairs(pairs, name, depth + 1)
-        return found
-
-    def _class(self, value: Any, name: ValueName) -> str:
-        cls = type(value)
-        if self._classes is None:
-            self.met[class_name(cls)] = cls
-        elif self._classes.get(class_name(cls)) is not cls:
-            raise TaskError(
-                f"{_written(name)} is a {class_name(cls)}, a class that the first microbatch does not contain",
-                expected="the same classes in every batch: other stages know only those of the first microbatch",
-                remedy=_REMEDY,
-            )
-        return class_name(cls)
-
-    def _refusal(self, value: Any, name: ValueName, what: str = "") -> TaskError:
-        found = what or f"a {class_name(type(value))}"
-        return TaskError(
-            f"{_written(name)} is {found}, which cannot pass between pipeline stages",
-            expected=_EXPECTED,
-            remedy=_REMEDY,
-        )
-
-
-class _MessageReader:
-    """Decodes one value."""
-
-    def __init__(self, classes: Classes, blocks: list[Any], data: memoryview) -> None:
-        self._classes = classes
-        self._blocks = blocks
-        self._data = data
-        self._made: dict[int, Any] = {}
-
-    def value(self, value: Any, depth: int) -> Any:
-        if depth > 4 * DEPTH:
-            raise ValueError("it is nested too deeply")
-        if isinstance(value, list):
-            return self._items(value, depth)
-        if not isinstance(value, dict):
-            return value
-        kind = value.get(_KIND)
-        if kind is None:
-            return {key: self.value(one, depth + 1) if type(one) in (dict, list) else one for key, one in value.items()}
-        if kind == "float":
-            return float(value["value"])
-        if kind == "complex":
-            return complex(float(value["real"]), float(value["imag"]))
-        if kind == "type":
-            return _TYPES[value["name"]]
-        if kind == "block":
-            return self._block(value["number"], depth)
-        if kind == "dict":
-            return dict(self._items(value["items"], depth))
-        if kind == "object":
-            return self._object(value, depth)
-        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](self._items(value["items"], depth))
-
-    def _items(self, values: list[Any], depth: int) -> list[Any]:
-        return [self.value(one, depth + 1) if type(one) in (dict, list) else one for one in values]
-
-    def _block(self, number: int, depth: int) -> Any:
-        if number not in self._made:
-            offset, length, kind, *described = self._blocks[number]
-            if not 0 <= offset <= offset + length <= len(self._data):
-                raise ValueError("a block is truncated")
-            data = self._data[offset : offset + length]
-            if kind == "tensor":
-                name, shape, strides, requires_grad, cls, attributes = described
-                made = self._tensor(data, dtype_named(name), shape, strides, requires_grad)
-                self._made[number] = made if cls is None else self._of_class(made, cls, attributes, depth)
-            elif kind == "array":
-                array = _read_array(data)
-                self._made[number] = array[()] if described[0] else array
-            elif kind == "bytes":
-                self._made[number] = bytearray(data) if described[0] else bytes(data)
-            else:
-                raise ValueError(f"unknown kind of block: {kind}")
-        return self._made[number]
-
-    def _tensor(
-        self,
-        data: memoryview,
-        dtype: torch.dtype,
-        shape: list[int],
-        strides: list[int],
-        requires_grad: bool,
-    ) -> torch.Tensor:
-        packed = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
-        if math.prod(packed) * dtype.itemsize != len(data):
-            raise ValueError("a tensor's shape does not match its number of bytes")
-        value = torch.empty_strided(packed, strides, dtype=dtype)
-        if len(data):
-            value.copy_(torch.frombuffer(data, dtype=dtype).reshape(packed))
-        return value.expand(shape).requires_grad_(requires_grad)
-
-    def _of_class(self, value: torch.Tensor, cls: str, attributes: Any, depth: int) -> Any:
-        made: Any = value.as_subclass(self._classes[cls])
-        vars(made).update(self.value(attributes, depth + 1))
-        return made
-
-    def _object(self, value: dict[str, Any], depth: int) -> Any:
-        cls = self._classes[value["class"]]
-        arguments = self._items(value["arguments"], depth)
-        made: Any = cls.__new__(cls, *arguments) if value.get("new") else cls(*arguments)
-        state = self.value(value["state"], depth + 1)
-        if state is not None and hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-        elif state is not None:
-            _put_state(made, state)
-        if value["items"] is not None:
-            made.extend(self._items(value["items"], depth))
-        for key, one in self._items(value["pairs"] or [], depth):
-            made[key] = one
-        return made
 
 
 def dtype_named(name: str) -> torch.dtype:
@@ -379,17 +132,188 @@ def dtype_named(name: str) -> torch.dtype:
     return found
 
 
-def _read_array(data: memoryview) -> Any:
-    try:
-        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    except (tokenize.TokenError, SyntaxError) as error:
-        # NumPy lets these errors through for a damaged header.
-        raise ValueError(f"a NumPy array is damaged: {error}") from error
+class _Writer:
+    """Encodes one value."""
+
+    def __init__(self, classes: Classes | None) -> None:
+        self._classes = classes
+        """None: accept and collect all classes."""
+        self.met: dict[str, type] = {}
+        self.blocks: list[tuple[Any, list[Any], Any]] = []
+        """Objects, which must live as long as their `id` is used, and their content as described and as bytes."""
+        self._numbers: dict[int, int] = {}
+        """By `id`, the block of an object."""
+
+    def node(self, value: Any, place: Place, depth: int) -> Any:
+        """Return `value`, whose path is `place`, as the header has it. Raises `TaskError`: see `to_bytes`."""
+        cls = type(value)
+        if cls in _PLAIN:
+            return value
+        if depth > DEPTH:
+            raise _refusal(value, place, f"more than {DEPTH} levels deep")
+        if cls in _RAW or issubclass(cls, np.generic):
+            if id(value) not in self._numbers:
+                self._numbers[id(value)] = len(self.blocks)
+                self.blocks.append((value, *_block(value, place)))
+            return [self._numbers[id(value)]]
+        if isinstance(value, type) and KNOWN.get(class_name(value)) is value:
+            return [class_name(value)]
+        context, parts = _opened(value, place)
+        name = class_name(cls)
+        if self._classes is None:
+            self.met[name] = cls
+        elif self._classes.get(name) is not cls:
+            raise TaskError(
+                f"{_written(place)} is a {name}, a class that the first microbatch does not contain",
+                expected="the same classes in every batch: other stages know only those of the first microbatch",
+                remedy=_REMEDY,
+            )
+        nodes = [
+            one if type(one) in _PLAIN else self.node(one, (place, value, number), depth + 1)
+            for number, one in enumerate(parts)
+        ]
+        return [name, self.node(context, (place, value, None), depth + 1), nodes]
 
 
-def _put_state(made: Any, state: Any) -> None:
-    """Set attributes as `pickle` would: those of the dict and those of slots."""
-    plain, slots = state if isinstance(state, tuple) else (state, None)
-    made.__dict__.update(plain) if plain else None
-    for name, one in (slots or {}).items():
-        object.__setattr__(made, name, one)
+def _block(value: Any, place: Place) -> tuple[list[Any], Any]:
+    """Return the content of a block, as described and as bytes."""
+    if isinstance(value, (bytes, bytearray)):
+        return [type(value).__name__], value
+    if not isinstance(value, torch.Tensor):
+        array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise _refusal(value, place, "a NumPy array of Python objects")
+        described = np.lib.format.dtype_to_descr(array.dtype)
+        if not array.dtype.itemsize or np.lib.format.descr_to_dtype(described) != array.dtype:
+            raise _refusal(value, place, f"a NumPy array of the type {array.dtype}")
+        order = "F" if array.flags.fnc else "C"
+        return ["array", repr(described), array.shape, order, isinstance(value, np.generic)], array.tobytes("A")
+    if value.layout != torch.strided or value.is_quantized or value.is_meta:
+        raise _refusal(value, place, f"a tensor with the layout {value.layout}")
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
+    strides = plain.stride()
+    # Send values repeated by a stride of zero only once.
+    packed = plain[tuple(slice(None) if stride else slice(1) for stride in strides)].contiguous()
+    dtype = str(plain.dtype).removeprefix("torch.")
+    content = ["tensor", dtype, plain.shape, strides, value.requires_grad]
+    return content, packed.reshape(-1).view(torch.uint8).numpy().data
+
+
+def _read_block(data: memoryview, kind: str, *content: Any) -> Any:
+    if kind in ("bytes", "bytearray"):
+        return bytes(data) if kind == "bytes" else bytearray(data)
+    if kind == "array":
+        described, shape, order, scalar = content
+        dtype = np.lib.format.descr_to_dtype(ast.literal_eval(described))
+        # Elements without bytes could be any number.
+        if dtype.hasobject or not dtype.itemsize or math.prod(shape) * dtype.itemsize != len(data):
+            raise ValueError("an array's shape does not match its number of bytes")
+        array = np.ndarray(shape, dtype, data, order=order).copy("A")
+        return array[()] if scalar else array
+    if kind != "tensor":
+        raise ValueError(f"unknown kind of block: {kind}")
+    name, shape, strides, requires_grad = content
+    packed = [size if stride else min(size, 1) for size, stride in zip(shape, strides, strict=True)]
+    torch_dtype = dtype_named(name)
+    if math.prod(packed) * torch_dtype.itemsize != len(data):
+        raise ValueError("a tensor's shape does not match its number of bytes")
+    value = torch.empty_strided(packed, strides, dtype=torch_dtype)
+    if len(data):
+        value.copy_(torch.frombuffer(data, dtype=torch_dtype).reshape(packed))
+    return value.expand(shape).requires_grad_(requires_grad)
+
+
+def _opened(value: Any, place: Place) -> tuple[Any, list[Any]]:
+    """Return the context and the parts of a container. Raises `TaskError` if the value cannot pass."""
+    cls = type(value)
+    registered = None if cls in _GROUPS else pytree.SUPPORTED_NODES.get(cls)
+    if registered is not None:
+        parts, context = registered.flatten_fn(value)
+        return context, list(parts)
+    if cls in _GROUPS or pytree.is_namedtuple_class(cls):
+        return None, list(value)
+    if _has_attributes(cls):
+        slots = [
+            name
+            for one in cls.__mro__
+            for name, slot in vars(one).items()
+            if isinstance(slot, MemberDescriptorType) and hasattr(value, name)
+        ]
+        attributes = {name: getattr(value, name) for name in slots} | getattr(value, "__dict__", {})
+        return None, [attributes, dict(value.items())] if isinstance(value, dict) else [attributes]
+    state = value.__getstate__() if hasattr(cls, "__getstate__") and hasattr(cls, "__setstate__") else None
+    if not isinstance(state, bytes):
+        raise _refusal(value, place)
+    return None, [state]
+
+
+def _read(node: Any, blocks: list[Any], classes: Classes) -> Any:
+    """Return the value of a node of the header."""
+    if type(node) is not list:
+        return node
+    if len(node) == 1:
+        return KNOWN[node[0]] if type(node[0]) is str else blocks[node[0]]
+    name, context, nodes = node
+    cls: Any = classes[name]
+    parts = [_read(one, blocks, classes) if type(one) is list else one for one in nodes]
+    if cls in _GROUPS:
+        return cls(parts)
+    registered = pytree.SUPPORTED_NODES.get(cls)
+    if registered is not None:
+        return registered.unflatten_fn(parts, _read(context, blocks, classes))
+    if pytree.is_namedtuple_class(cls):
+        return cls(*parts)
+    made = cls.__new__(cls)
+    if not _has_attributes(cls):
+        made.__setstate__(*parts)
+        return made
+    attributes, *items = parts
+    for key, one in attributes.items():
+        # Classes may refuse to be changed in the usual way.
+        object.__setattr__(made, key, one)
+    for key, one in items[0].items() if items else ():
+        made[key] = one
+    return made
+
+
+def _has_attributes(cls: type) -> bool:
+    """Return whether an object of the class is made of its attributes, and its items if it is a dict."""
+    # A dataclass with another `__new__` also is what that makes: a list or a number, say.
+    return issubclass(cls, (dict, UserDict)) or (dataclasses.is_dataclass(cls) and cls.__new__ is object.__new__)
+
+
+def _extension(value: int | complex) -> msgpack.ExtType:
+    if isinstance(value, complex):
+        return msgpack.ExtType(_COMPLEX, struct.pack("<2d", value.real, value.imag))
+    return msgpack.ExtType(_INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+
+
+def _extended(code: int, data: bytes) -> int | complex:
+    return int.from_bytes(data, "little", signed=True) if code == _INTEGER else complex(*struct.unpack("<2d", data))
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _refusal(value: Any, place: Place, what: str = "") -> TaskError:
+    found = what or f"a {class_name(type(value))}"
+    return TaskError(
+        f"{_written(place)} is {found}, which cannot pass between pipeline stages",
+        expected="tensors, NumPy arrays, numbers, text, bytes, None, and lists, tuples, sets, dicts and dataclasses of "
+        "these, or containers registered with torch's pytree",
+        remedy=_REMEDY,
+    )
+
+
+def _written(place: Place) -> str:
+    if isinstance(place, str):
+        return place
+    around, container, number = place
+    cls = type(container)
+    known = pytree.SUPPORTED_NODES.get(namedtuple if pytree.is_namedtuple_class(cls) else cls)  # type: ignore[arg-type]
+    if number is None:
+        return f"{_written(around)} (keys of {cls.__name__})"
+    if known is None or known.flatten_with_keys_fn is None:
+        return f"{_written(around)} ({cls.__name__})"
+    return f"{_written(around)}{known.flatten_with_keys_fn(container)[0][number][0]}"

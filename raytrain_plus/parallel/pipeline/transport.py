@@ -7,7 +7,7 @@ Between two stages travel, each with its own tag (`_tag`):
 
     tensors     activations and gradients: raw, part by part; before gradients, their weight (8 bytes), and a byte for
                 each: does it exist?
-    messages    descriptions, batches, flags, headers, metrics (`message`: JSON and raw bytes, never a pickle)
+    messages    descriptions, batches, flags, headers, metrics (`message`: msgpack and raw bytes, never a pickle)
 
 A message begins with its length (8 bytes, little-endian), in a first part of `HEAD_BYTES`; the rest follows in a second
 part. Descriptions and notes are read without importing or calling anything that they name.

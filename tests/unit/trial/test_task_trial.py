@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import weakref
 from collections.abc import Callable, Iterable
@@ -133,6 +134,25 @@ def test_a_sound_task_is_tried_layer_by_layer_with_the_same_metrics(tmp_path: Pa
     assert found.metrics == pytest.approx(whole.metrics)
 
 
+class Unmoved(Sound):
+    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([value for _, value in parameters], lr=0.0)
+
+
+class Dated(Unmoved):
+    def collate(self, table: pa.Table) -> Any:
+        return super().collate(table) | {"when": [datetime.date(2020, 1, 2)]}
+
+
+def test_what_cannot_pass_between_stages_is_named_with_its_place(tmp_path: Path) -> None:
+    tried(job(tmp_path, Dated))
+    with pytest.raises(
+        TaskError, match=r"batch\['when'\]\[0\] is a datetime.date, which cannot pass between"
+    ) as caught:
+        tried(replace(job(tmp_path, Dated), parallel=Parallel(pipeline=2)))
+    assert "Task.collate" in caught.value.remedy
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 @pytest.mark.parametrize("sharded", ["optimizer", "full"])
 def test_averages_are_tried_with_the_rows_of_one_worker(tmp_path: Path, sharded: Any, precision: Any) -> None:
@@ -140,11 +160,6 @@ def test_averages_are_tried_with_the_rows_of_one_worker(tmp_path: Path, sharded:
     whole = tried(wished)
     found = tried(replace(wished, parallel=Parallel(sharded=sharded), ema=Ema(decay=0.9)))
     assert found.metrics == pytest.approx(whole.metrics, rel=1e-2 if precision == "bf16-params" else 1e-6)
-
-
-class Unmoved(Sound):
-    def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD([value for _, value in parameters], lr=0.0)
 
 
 class WrongColumn(Sound):

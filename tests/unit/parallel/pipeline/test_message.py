@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import decimal
 import enum
-import json
 import math
 import pickle
 import random
@@ -13,14 +12,17 @@ import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 
 from raytrain_plus.errors import RunError, TaskError
 from raytrain_plus.parallel.pipeline.message import KNOWN, classes_of, from_bytes, to_bytes
+from raytrain_plus.torch_compat import pytree
 from raytrain_plus.training.exchange.header import Flags
 
 
@@ -70,6 +72,49 @@ class Slots:
     __slots__ = ("a", "b")
 
 
+@dataclass
+class Listed(list[int]):
+    """A dataclass that holds more than its attributes."""
+
+
+@dataclass
+class WithSlots(Slots):
+    """A dataclass whose base keeps attributes elsewhere."""
+
+    c: int
+
+
+class Tokens:
+    """Like tokenizers' Encoding, a part of its BatchEncoding: it gives its state as bytes."""
+
+    def __init__(self, state: bytes = b"") -> None:
+        self.held = state
+
+    def __getstate__(self) -> bytes:
+        return self.held
+
+    def __setstate__(self, state: bytes) -> None:
+        if not state.isascii():
+            raise Exception("as that library raises it")
+        self.held = state
+
+
+class Text(str):
+    """Text of a class of its own."""
+
+
+class Registered:
+    """A container that its library has registered with torch's pytree."""
+
+    def __init__(self, parts: list[Any], how: Any) -> None:
+        self.parts, self.how = parts, how
+
+
+pytree.register_pytree_node(
+    Registered, lambda value: (value.parts, value.how), lambda parts, how: Registered(list(parts), how)
+)
+
+
 class Named(dict[str, Any]):
     """A dict with attributes."""
 
@@ -104,17 +149,21 @@ def same(one: Any, other: Any) -> bool:
         bits = [tensor.detach().as_subclass(torch.Tensor).contiguous().reshape(-1) for tensor in (one, other)]
         return one.dtype == other.dtype and one.shape == other.shape and bytes_of(bits[0]) == bytes_of(bits[1])
     if isinstance(one, np.ndarray):
+        assert one.flags.fnc == other.flags.fnc
+        assert other.flags.writeable
         return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, dict):
         return [*one] == [*other] and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, deque) and one.maxlen != other.maxlen:
+        return False
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float):
         return one.hex() == other.hex()
-    if isinstance(one, (Plain, Encoding)):
+    if isinstance(one, (Plain, Encoding, Registered, Tokens)):
         return same(vars(one), vars(other))
-    if isinstance(one, (Frozen, Slots)):
-        return all(same(getattr(one, name), getattr(other, name)) for name in type(one).__slots__)
+    if isinstance(one, Frozen):
+        return all(same(getattr(one, name), getattr(other, name)) for name in Frozen.__slots__)
     return bool(one == other)
 
 
@@ -167,7 +216,28 @@ def named() -> Named:
     "value",
     [
         None,
-        [True, False, 0, -1, 2**70, 0.1, -0.0, math.nan, math.inf, -math.inf, "", "\ud800", "ä\n\0", 1 + 2j],
+        [
+            True,
+            False,
+            0,
+            -1,
+            2**64 - 1,
+            2**64,
+            -(2**63),
+            -(2**63) - 1,
+            2**20000,
+            2**70,
+            0.1,
+            -0.0,
+            math.nan,
+            math.inf,
+            -math.inf,
+            "",
+            "\ud800",
+            "ä\n\0",
+            1 + 2j,
+            complex(-0.0, math.inf),
+        ],
         {"a": 1, "~": 2, "b": {1: "int", (1, "x"): "tuple", None: None, False: 3}},
         ([], (), {}, set(), frozenset(), {1, "a"}, frozenset({2})),
         b"bytes",
@@ -181,19 +251,22 @@ def named() -> Named:
         np.float32(0.1),
         np.bool_(True),
         np.str_("text"),
+        np.datetime64("2020-01-01", "ns"),
+        np.array([(1, [2.0, 3.0])], dtype=[("a", ">i4"), ("b", "f8", (2,))])[0],
+        np.array(3.0),
         Point(torch.ones(2), "a"),
         Plain(torch.ones(2), Plain(torch.zeros(1))),
         Frozen(torch.ones(2)),
-        Color.RED,
         Encoding({"ids": torch.ones(2, 3, dtype=torch.int64)}, 2),
-        slots(),
+        Encoding({"ids": Tokens(b"ascii")}),
+        Registered([torch.ones(2), Plain(torch.ones(1))], {"how": (1, None)}),
+        torch.ones(3, 2).max(dim=0),
         named(),
         OrderedDict(b=1, a=2),
         Counter("hello"),
         defaultdict(list, a=[1]),
+        defaultdict(None, a=1),
         deque([1, 2], maxlen=3),
-        datetime.datetime(2020, 1, 2, 3, 4, 5, 6, datetime.timezone.utc),
-        decimal.Decimal("0.1"),
         torch.Size([1, 2]),
         Flags(pause=True),
     ],
@@ -206,12 +279,28 @@ def test_all_parts_of_batches_pass(value: Any) -> None:
 def test_the_state_of_objects_passes() -> None:
     assert passed(named()).extra == "extra"
     assert passed(defaultdict(list))["new"] == []
-    image = torch.ones(2, 2).as_subclass(Image)
-    image.where = "left"  # type: ignore[attr-defined]
-    found = passed(image)
-    assert type(found) is Image
-    assert found.where == "left"
+    derived = WithSlots(3)
+    derived.a = 1
+    found = passed(derived)
+    assert (found.a, found.c, hasattr(found, "b")) == (1, 3, False)
     assert passed(torch.ones(2, requires_grad=True)).requires_grad
+
+
+def test_a_tokenizers_batch_and_a_models_output_pass() -> None:
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "-": 2}, unk_token="-"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    batch = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="-")(
+        ["a b", "a"], padding=True, return_tensors="pt"
+    )
+    found = passed(batch)
+    assert type(found) is type(batch)
+    assert found["input_ids"].tolist() == [[0, 1], [0, 2]]
+    assert [found.word_ids(row) for row in (0, 1)] == [batch.word_ids(row) for row in (0, 1)]
+    output = transformers.modeling_outputs.CausalLMOutput(logits=torch.ones(2))
+    assert type(passed(output)) is type(output)
+    assert [*passed(output)] == ["logits"]
+    assert passed(output).loss is None
 
 
 def test_one_tensor_in_two_places_stays_one() -> None:
@@ -240,10 +329,53 @@ def test_unsupported_values_are_named_with_a_remedy() -> None:
         with pytest.raises(TaskError, match=words) as caught:
             classes_of({"x": [0, value]})
         assert "Task.collate" in caught.value.remedy
+    for value, words in (
+        (Plain(torch.ones(1), [open]), r"batch \(Plain\)\['extra'\]\[0\] is"),
+        (Point(torch.ones(1), open), r"batch\.label is"),  # type: ignore[arg-type]
+        ({"a": {open}}, r"batch\['a'\] \(set\) is"),
+        (Registered([open], None), r"batch \(Registered\) is"),
+        ({datetime.date(2020, 1, 2): 1}, r"batch \(keys of dict\)\[0\] is a datetime.date"),
+        (defaultdict(slots), r"batch \(keys of defaultdict\)\[0\] is a builtins.function"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            classes_of(value)
+    deep: Any = 1
+    for _ in range(100):
+        deep = (deep,)
+    assert passed(deep) == deep
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(TaskError, match="more than 100 levels deep"):
         classes_of(endless)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (decimal.Decimal("0.1"), "a decimal.Decimal"),
+        (datetime.date(2020, 1, 2), "a datetime.date"),
+        (datetime.datetime(2020, 1, 2), "a datetime.datetime"),
+        (datetime.time(1), "a datetime.time"),
+        (datetime.timedelta(1), "a datetime.timedelta"),
+        (Color.RED, r"a .*\.Color"),
+        (slots(), r"a .*\.Slots"),
+        (Text("a"), r"a .*\.Text"),
+        (range(3), "a builtins.range"),
+        (Listed(), r"a .*\.Listed"),
+        (decimal.Decimal, "a builtins.type"),
+        (MappingProxyType({"a": 1}), "a builtins.mappingproxy"),
+        (torch.ones(2, 2).as_subclass(Image), r"a .*\.Image"),
+        (torch.nn.Parameter(torch.ones(1)), "a torch.nn.parameter.Parameter"),
+        (np.ma.masked_array([1, 2], [True, False]), "a numpy.ma.*MaskedArray"),
+        (np.zeros(3, "V0"), r"a NumPy array of the type \|V0"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_neither_a_container_nor_plain_is_refused_by_name(value: Any, found: str) -> None:
+    with pytest.raises(TaskError, match=rf"batch\['when'\] is {found}, which cannot pass between pipeline stages"):
+        classes_of({"when": value})
+    with pytest.raises(TaskError, match=rf"batches\[0\]\['when'\] is {found}, which cannot pass"):
+        to_bytes([{"when": value}], KNOWN, "batches")
 
 
 def test_a_class_missing_from_the_first_microbatch_is_rejected_on_both_sides() -> None:
@@ -264,28 +396,44 @@ def test_reading_a_message_imports_calls_and_unpickles_nothing(tmp_path: Path) -
             return (open, (str(canary), "w"))
 
     pickled = pickle.dumps(Canary())
-    objects = io_array(pickled)
-    called = {"~": "object", "state": None, "items": None, "pairs": None, "arguments": [str(canary), "w"]}
+    names = ("builtins.open", "_io.open", "os.system", "subprocess.Popen", "builtins.eval", "pathlib.Path")
+    deep: Any = 1
+    for _ in range(500):
+        deep = list_of(deep)
     forged = [
         pickled,
         len(pickled).to_bytes(8, "little") + pickled,
-        written([{"~": "block", "number": 0}, [[0, len(objects), "array", False]]], objects),
+        block(["array", "'|O'", [1], "C", False], pickled),
+        block(["array", f"__import__('pathlib').Path({str(canary)!r}).touch()", [1], "C", False], bytes(8)),
         *(
-            written([{**called, "class": name, "new": new}, []])
-            for name in ("builtins.open", "_io.open", "os.system", "subprocess.Popen", "builtins.eval", "pathlib.Path")
-            for new in (False, True)
+            written([[name, context, parts], []])
+            for name in names
+            for context in (None, list_of())
+            for parts in ([str(canary), "w"], [["builtins.dict", list_of(), []]])
         ),
-        written([{"~": "type", "name": "eval"}, []]),
-        written([{"~": "antigravity", "items": []}, []]),
-        written([{"~": "block", "number": 0}, [[0, 0, "tensor", "load", [0], [1], False, None, {}]]]),
-        written(
-            [{"~": "block", "number": 0}, [[0, 8, "tensor", "float32", [1 << 40], [1], False, None, {}]]], bytes(8)
+        *(
+            written([["collections.defaultdict", list_of([name], list_of()), []], []])
+            for name in (*names, "tests.Plain")
         ),
-        written(
-            [{"~": "block", "number": 0}, [[0, 4, "tensor", "float32", [1], [1 << 62], False, "os.x", {}]]], bytes(4)
-        ),
-        written([{"~": "block", "number": 0}, [[-8, 8, "bytes", False]]], bytes(8)),
-        written([{"~": "block", "number": 0}, [[0, 1 << 40, "bytes", False]]], bytes(8)),
+        *(written([[name, None, [str(canary)]], []]) for name in ("builtins.str", "builtins.int", "builtins.bytes")),
+        written([["builtins.type", None, ["eval"]], []]),
+        written([["builtins.eval"], []]),
+        written([["antigravity", None, []], []]),
+        written([deep, []]),
+        written([msgpack.ExtType(7, b"x"), []]),
+        written([msgpack.ExtType(1, b"x"), []]),
+        block(["tensor", "load", [0], [1], False]),
+        block(["tensor", "float32", [1 << 40], [1], False], bytes(8)),
+        block(["tensor", "float32", [2], [1 << 62], False], bytes(8)),
+        block(["tensor", "float32", [-1, -2], [1, 1], False], bytes(8)),
+        # Elements without bytes: any number of them would match the length.
+        block(["array", "'|V0'", [1 << 40], "C", False]),
+        block(["array", "'<f4'", [1 << 40], "C", False], bytes(8)),
+        block(["array", "'<f4'", [-1, -2], "C", False], bytes(8)),
+        written([[0], [[-8, "bytes"]]], bytes(8)),
+        written([[0], [[1 << 40, "bytes"]]], bytes(8)),
+        written([[3], []]),
+        (5).to_bytes(8, "little") + b"\xdd\xff\xff\xff\xff",
         (1 << 60).to_bytes(8, "little"),
         b"",
     ]
@@ -295,26 +443,48 @@ def test_reading_a_message_imports_calls_and_unpickles_nothing(tmp_path: Path) -
     assert not canary.exists()
 
 
-def io_array(pickled: bytes) -> bytes:
-    """Return a .npy file of Python objects, which NumPy would unpickle if it were allowed to."""
-    head = b"{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n"
-    return b"\x93NUMPY\x01\x00" + len(head).to_bytes(2, "little") + head + pickled
+def list_of(*nodes: Any) -> list[Any]:
+    return ["builtins.list", None, [*nodes]]
+
+
+def block(content: list[Any], data: bytes = b"") -> bytes:
+    """Return a message of one block."""
+    return written([[0], [[len(data), *content]]], data)
 
 
 def written(header: Any, blocks: bytes = b"") -> bytes:
-    text = json.dumps(header).encode()
-    return (len(text).to_bytes(8, "little") + text).ljust(-(-(8 + len(text)) // 64) * 64, b"\0") + blocks
+    packed = msgpack.packb(header)
+    return (len(packed).to_bytes(8, "little") + packed).ljust(-(-(8 + len(packed)) // 64) * 64, b"\0") + blocks
+
+
+def test_forged_messages_differ_from_good_ones_only_in_what_they_forge() -> None:
+    assert from_bytes(bytearray(block(["array", "'<f4'", [2], "C", False], bytes(8)))).tolist() == [0, 0]
+    assert from_bytes(bytearray(block(["tensor", "float32", [2], [1], False], bytes(8)))).tolist() == [0, 0]
+    assert from_bytes(bytearray(block(["bytes"], b"ab"))) == b"ab"
+    made = written([["collections.defaultdict", list_of(["builtins.int"], list_of("a")), [1]], []])
+    assert from_bytes(bytearray(made)) == defaultdict(int, a=1)
 
 
 def test_damaged_messages_only_raise_run_error() -> None:
     draw = random.Random(0)
-    value = [{"x": torch.ones(3), "y": np.ones(2), "z": [1, (2, "a"), b"c", OrderedDict(a=1)]}]
-    whole = bytes(to_bytes(value))
+    value = [
+        {"x": torch.ones(3), "y": np.ones(2), "z": [1, (2, "a"), b"c", OrderedDict(a=1)]},
+        [
+            Plain(torch.ones(2)),
+            Frozen(torch.ones(1)),
+            named(),
+            Encoding({"ids": Tokens(b"ascii")}),
+            Point(torch.ones(1), "a"),
+        ],
+        (Registered([1], "how"), defaultdict(list, a=1), deque([1], 2), {2**70, 1j}, torch.Size([1])),
+    ]
+    classes = classes_of(value)
+    whole = bytes(to_bytes(value, classes))
     for _ in range(3000):
         message = bytearray(whole)
         for _ in range(draw.randrange(1, 4)):
             message[draw.randrange(len(message))] = draw.randrange(256)
         try:
-            from_bytes(message[: draw.randrange(len(message))] if draw.random() < 0.2 else message)
+            from_bytes(message[: draw.randrange(len(message))] if draw.random() < 0.2 else message, classes)
         except RunError:
             continue
