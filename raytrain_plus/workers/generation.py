@@ -42,7 +42,7 @@ from raytrain_plus.training.passes.pipedream import PipeDream
 from raytrain_plus.training.passes.stage import replica_stage
 from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.build import whole_steps
-from raytrain_plus.training.step.loop import Feed, Steps, StepTimeouts, not_profiled, train
+from raytrain_plus.training.step.loop import Companions, Feed, Span, Steps, StepTimeouts, not_profiled, train
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
@@ -330,28 +330,31 @@ class Generation:
         assert self._steps is not None, "it has joined"
         prepared, assignment = self._prepared, self._assignment
         job, feeds = prepared.plan.job, prepared.feeds
+        evaluation = feeds.evaluation(assignment.layers.stage)
         return train(
             self._steps,
-            feed,
-            world,
-            hosted=assignment.shards,
-            shards=job.data.shards,
-            first_step=assignment.first_step,
-            end=prepared.plan.steps,
-            evaluation=feeds.evaluation(assignment.layers.stage),
-            evaluated=assignment.evaluated,
+            Span(
+                first_step=assignment.first_step,
+                end=prepared.plan.steps,
+                hosted=assignment.shards,
+                shards=job.data.shards,
+                incomplete=assignment.incomplete,
+                saved=assignment.saved,
+            ),
+            (world, peers),
+            Companions(
+                feed=feed,
+                saving=prepared.saver,
+                copying=prepared.copier,
+                tell=self._tell,
+                profiling=not_profiled if self._profiling is None else self._profiling.during,
+            ),
+            evaluation=None if evaluation is None else replace(evaluation, made=assignment.evaluated),
             evaluations=Evaluations(job.best, assignment.history),
             timeouts=StepTimeouts(
                 step_s=job.elastic.hang_timeout_s, first_step_s=FIRST_STEP_S, wait_s=assignment.ring.timeout_s
             ),
-            saving=prepared.saver,
-            copying=prepared.copier,
-            tell=self._tell,
             control=self._control,
-            peers=peers,
-            profiling=not_profiled if self._profiling is None else self._profiling.during,
-            incomplete=assignment.incomplete,
-            saved=assignment.saved,
         )
 
     def _tell(self, record: StepRecord | Evaluated) -> None:

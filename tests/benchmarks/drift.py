@@ -28,6 +28,7 @@ from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 
 SHARDS, ROWS, STEPS, CLASSES, SEED = 4, 8, 25, 10, 0
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def losses(workers: int, dtype: torch.dtype, exact: bool, steps: int) -> list[fl
         task = Images(dtype)
         with BUILDS:
             built = build_model(task, SEED, CPU)
-        state = TrainState(task, [built], seed=SEED, shards=SHARDS, device=CPU, exact=exact)
+        state = TrainState(task, [built], Summing(SHARDS, exact=exact), seed=SEED)
         one = whole_steps(state)
         world = SoloWorld() if workers == 1 else RingWorld(rank, ring)
         control = Control()

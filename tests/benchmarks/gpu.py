@@ -40,6 +40,7 @@ from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.model.randomness import make_deterministic
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 
 ROWS = 24
@@ -289,10 +290,8 @@ def own_loop(setting: Setting, one: Contestant, clip_norm: float | None) -> Step
     state = TrainState(
         made,
         [build_model(made, 0, setting.device)],
+        Summing(one.shards, exact=one.exact),
         seed=0,
-        shards=one.shards,
-        device=setting.device,
-        exact=one.exact,
         technique=Technique(Precision("bf16", setting.device), compiled=setting.compiled, clip_norm=clip_norm),
     )
     steps, control = whole_steps(state), Control()

@@ -43,8 +43,9 @@ from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
-from raytrain_plus.training.step.loop import StepTimeouts, train
+from raytrain_plus.training.step.loop import Companions, Span, StepTimeouts, train
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.workers.states.saver import Saver
 from raytrain_plus.workers.states.state_copier import Copier
 
@@ -127,14 +128,7 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     """Return the seconds per step of the platform's own loop, alone."""
     device = torch.device("cpu")
     built = build_model(task, job.seed, device)
-    state = TrainState(
-        task,
-        [built],
-        seed=job.seed,
-        shards=job.data.shards,
-        device=device,
-        exact=job.reduction == "exact",
-    )
+    state = TrainState(task, [built], Summing(job.data.shards, exact=job.reduction == "exact"), seed=job.seed)
     seen = parquet_source(job.data.path)
     sample_order = sample_order_of(job, seen)
     rows = RowReader(source=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
@@ -150,19 +144,17 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     with feed, tempfile.TemporaryDirectory() as folder:
         train(
             whole_steps(state),
-            feed,
-            world,
-            hosted=hosted,
-            shards=job.data.shards,
-            first_step=0,
-            end=sample_order.steps,
+            Span(first_step=0, end=sample_order.steps, hosted=hosted, shards=job.data.shards),
+            (world, None),
+            Companions(
+                feed=feed,
+                saving=Saver(LocalFolder(Path(folder)), state.holding, None, best=False),
+                copying=Copier("alone", state.holding, 1),
+                tell=told.append,
+            ),
             evaluation=None,
-            evaluated=-2,
             evaluations=Evaluations(None, {}),
             timeouts=StepTimeouts(step_s=60, first_step_s=60, wait_s=60),
-            saving=Saver(LocalFolder(Path(folder)), state.holding, None, best=False),
-            copying=Copier("alone", state.holding, 1),
-            tell=told.append,
             control=control,
         )
     return float((told[-1].time - told[warm_up - 1].time) / (len(told) - warm_up))

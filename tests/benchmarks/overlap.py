@@ -46,6 +46,7 @@ from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from tests.benchmarks.pipeline import Pause
 
 REPOSITORY = Path(__file__).parents[2]
@@ -111,7 +112,7 @@ def member(seat: int, schedule: Schedule, layers: int, width: int, pad_s: float,
         for chunk, stage in enumerate(where)
         if stage == place.stage
     ]
-    state = TrainState(task, build_chunks(task, 0, CPU, chunks), seed=0, shards=SHARDS, device=CPU)
+    state = TrainState(task, build_chunks(task, 0, CPU, chunks), Summing(SHARDS), seed=0)
     control = Control()
     control.begin(0)
     context = StepContext(world=ring, control=control, wait_s=LIMIT_S)

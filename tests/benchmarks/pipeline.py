@@ -51,6 +51,7 @@ from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.benchmarks.loop import credentials_for, own_credentials
 
@@ -109,7 +110,7 @@ def ours(rank: int, stages: int, port: int, schedule: Schedule, microbatches: in
     where = chunk_stages(schedule, stages)
     task = Deep(len(where), pad_s)
     built = build_chunks(task, 0, CPU, [[str(chunk)] for chunk, stage in enumerate(where) if stage == rank])
-    state = TrainState(task, built, seed=0, shards=1, technique=Technique(clip_norm=1.0), device=CPU)
+    state = TrainState(task, built, Summing(1), seed=0, technique=Technique(clip_norm=1.0))
     world = TorchWorld(
         Invitation(
             generation=0,

@@ -38,6 +38,7 @@ from raytrain_plus.training.model.model import build_layers, build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.shardable import divide
 from raytrain_plus.training.weights.step_options import Technique
 from tests.benchmarks.loop import credentials_for, formation
@@ -151,10 +152,9 @@ def ours(holders: int, rank: int, size: int, *, full: bool) -> SynchronousSteps:
     state = TrainState(
         made,
         [built],
+        Summing(size),
         seed=3,
-        shards=size,
         technique=Technique(clip_norm=1.0),
-        device=CPU,
         division=divide(made, named) if holders else None,
         rebuild=(lambda: build_layers(made, 3, CPU)) if full else None,
     )

@@ -41,6 +41,7 @@ from raytrain_plus.training.passes.stage import replica_stage
 from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.trial.footprint import kept_bytes
 from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
 
@@ -98,7 +99,7 @@ def ours(
     """Return what makes a step here, and returns its loss; and what makes its forward pass alone."""
     link = Link(rank, ranks)
     built = build_chunks(task, 0, CPU, [list(task.layers())], Slicing(task.tensor(), ranks, link))
-    state = TrainState(task, built, seed=0, shards=1, device=CPU, link=link)
+    state = TrainState(task, built, Summing(1), seed=0, link=link)
     steps = SynchronousSteps(state, replica_stage(Synchronous, state, world, schedule="1f1b", stages=1))
     control = Control()
     control.begin(0)

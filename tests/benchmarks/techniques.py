@@ -37,6 +37,7 @@ from raytrain_plus.training.model.recompute import recompute_layers
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.masters import to_bfloat16
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.measure import measure_layers
@@ -221,12 +222,7 @@ def own(made: ByteGPT, technique: Technique) -> Step:
 
 def state_of(made: ByteGPT, technique: Technique) -> TrainState:
     return TrainState(
-        made,
-        [build_model(made, 0, CPU)],
-        seed=0,
-        shards=1,
-        device=CPU,
-        technique=replace(technique, clip_norm=CLIP_NORM),
+        made, [build_model(made, 0, CPU)], Summing(1), seed=0, technique=replace(technique, clip_norm=CLIP_NORM)
     )
 
 

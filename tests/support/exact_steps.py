@@ -16,6 +16,7 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 
 SHARDS = 12
@@ -107,14 +108,7 @@ def state_of(task: Task | None = None, exact: bool = True) -> TrainState:
     built = build_model(task, 3, CPU)
     # Small buckets, so that there are several.
     return TrainState(
-        task,
-        [built],
-        seed=3,
-        shards=SHARDS,
-        technique=Technique(clip_norm=0.5),
-        device=CPU,
-        exact=exact,
-        bucket_bytes=600,
+        task, [built], Summing(SHARDS, exact=exact, bucket_bytes=600), seed=3, technique=Technique(clip_norm=0.5)
     )
 
 

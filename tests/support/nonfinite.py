@@ -24,6 +24,7 @@ from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from tests.support.stages import Ring, RingWorld
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
 
@@ -133,7 +134,7 @@ def together(
         replica, stage, _ = shape.place(seat)
         chunks = [NAMES[n * each : (n + 1) * each] for n, holder in enumerate(where) if holder == stage]
         built = build_chunks(task, 1, CPU, chunks)
-        state = TrainState(task, built, seed=1, shards=SHARDS, device=CPU, exact=exact, bucket_bytes=bucket_bytes)
+        state = TrainState(task, built, Summing(SHARDS, exact=exact, bucket_bytes=bucket_bytes), seed=1)
         peers, split = Threads(stage, mails[replica]), partial(replica_stage, schedule=schedule, stages=shape.stages)
         one: Any
         if schedule == "pipedream":

@@ -24,6 +24,7 @@ from raytrain_plus.training.passes.pipedream import PipeDream
 from raytrain_plus.training.passes.stage import replica_stage
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.support.stages import CPU, Ring, RingWorld, control
 from tests.unit.parallel.pipeline.replicas import Mail, Threads, at_once
@@ -93,15 +94,7 @@ def together(
         replica, stage, _ = shape.place(seat)
         made = task()
         built = build_chunks(made, SEED, CPU, [chunks_of(shape.stages)[stage]])
-        state = TrainState(
-            made,
-            built,
-            seed=SEED,
-            shards=SHARDS,
-            device=CPU,
-            bucket_bytes=300,
-            technique=technique,
-        )
+        state = TrainState(made, built, Summing(SHARDS, bucket_bytes=300), seed=SEED, technique=technique)
         peers = threads(stage, mails[replica])
         passes = replica_stage(PipeDream, state, peers, schedule="pipedream", stages=shape.stages)
         counted = partial(batches, hosted=hosted[replica], data=False)

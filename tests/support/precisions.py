@@ -16,6 +16,7 @@ from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 
 CPU = torch.device("cpu")
@@ -58,10 +59,8 @@ def steps_of(
     state = TrainState(
         task,
         [build_model(task, 1, CPU)],
+        Summing(SHARDS, exact=exact),
         seed=1,
-        shards=SHARDS,
-        device=CPU,
-        exact=exact,
         technique=Technique(Precision(name), decay=decay, clip_value=clip_value, clip_norm=1.0),
     )
     return whole_steps(state)

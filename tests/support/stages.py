@@ -41,6 +41,7 @@ from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.workers.messages import Layers
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Mail, Threads, at_once
@@ -212,11 +213,8 @@ def state_of(task: Task, built: Any, exact: bool, technique: Technique = PLAIN) 
     return TrainState(
         task,
         built,
+        Summing(SHARDS, exact=exact, bucket_bytes=300),
         seed=SEED,
-        shards=SHARDS,
-        device=CPU,
-        exact=exact,
-        bucket_bytes=300,
         technique=replace(technique, clip_norm=0.5),
     )
 

@@ -35,6 +35,7 @@ from raytrain_plus.training.passes.passes import Passes
 from raytrain_plus.training.passes.whole_model import WholePasses
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.optimized_rows import Named
 from raytrain_plus.training.weights.optimizer import takes_model
 from raytrain_plus.training.weights.shardable import Division, divide
@@ -79,11 +80,8 @@ def build_state(
     state = TrainState(
         task,
         built,
+        Summing(job.data.shards, job.reduction == "exact", _wire(job)),
         seed=job.seed,
-        shards=job.data.shards,
-        device=device,
-        exact=job.reduction == "exact",
-        make_wire=_wire(job),
         technique=technique_of(job, device),
         division=division,
         rebuild=(lambda: build_layers(task, job.seed, device)) if full else None,

@@ -56,6 +56,8 @@ class Evaluation:
 
     every_steps: int
     batches: ShardBatches
+    made: int = -2
+    """The evaluations up to the one after this step have been made; -1 is the one before the first step."""
 
 
 class Steps(Protocol):
@@ -137,72 +139,68 @@ def not_profiled(steps: range, context: StepContext) -> AbstractContextManager[S
     return nullcontext(context)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """The steps of a generation, and what a member computes in them."""
+
+    first_step: int
+    end: int
+    """One more than the last step of the job."""
+    hosted: Sequence[int]
+    """The shards that this member computes."""
+    shards: int
+    """The number of all shards."""
+    incomplete: bool = False
+    """Whether some member lacks weights that others changed in the step before `first_step`."""
+    saved: bool = False
+    """Whether a complete checkpoint has the state before `first_step` with its metrics.
+
+    Otherwise it is saved first if it is the best so far.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Companions:
+    """What serves the training thread: it gives batches, and takes records, copies and checkpoints."""
+
+    feed: Feed
+    saving: CheckpointWriter
+    copying: Copying
+    tell: Callable[[StepRecord | Evaluated], None]
+    """Called with each applied step and each evaluation, in order; must not block."""
+    profiling: Profiling = not_profiled
+    """Opens around steps, and returns the context to make them in."""
+
+
 def train(
     steps: Steps,
-    feed: Feed,
-    world: World,
+    span: Span,
+    worlds: tuple[World, SwitchableTransport | None],
+    companions: Companions,
     *,
-    hosted: Sequence[int],
-    shards: int,
-    first_step: int,
-    end: int,
     evaluation: Evaluation | None,
-    evaluated: int,
     evaluations: Evaluations,
     timeouts: StepTimeouts,
-    saving: CheckpointWriter,
-    copying: Copying,
-    tell: Callable[[StepRecord | Evaluated], None],
     control: Control,
-    peers: SwitchableTransport | None = None,
-    profiling: Profiling = not_profiled,
-    incomplete: bool = False,
-    saved: bool = False,
 ) -> Ended:
-    """Make `steps` from `first_step` up to `end`, or to the boundary of a requested pause.
+    """Make `steps`, up to the end of the span or to the boundary of a requested pause.
 
-    `tell` is called with each applied step and each evaluation, in order, and must not block. Evaluations up to the one
-    after step `evaluated` have been made. If the evaluation due at `first_step` is not among them, it is made first.
-    `evaluations` has those, and ends the training early: all members know the same metrics, so they end together.
-    `saved`: a complete checkpoint has the state before `first_step` with its metrics; otherwise it is saved first if it
-    is the best so far.
-    `peers`: the world of this model replica, if it has several workers. `profiling` opens around steps, and returns the
-    context to make them in. `incomplete`: some member lacks weights that others changed in the step before
-    `first_step`.
-    Raises `Interrupted` if the group changes.
+    `worlds`: that of the gradients' sums, and that of this model replica, if it has several workers. If the evaluation
+    that is due before the first step has not been made, it is made first. `evaluations` has those that have, and ends
+    the training early: all members know the same metrics, so they end together. Raises `Interrupted` if the group
+    changes.
     """
+    world, peers = worlds
     switch = Switch([world] if peers is None else [world, peers])
-    training = _Training(
-        steps=steps,
-        feed=feed,
-        context=_context_of(world, control, timeouts, feed, saving, copying, switch),
-        switch=switch,
-        hosted=hosted,
-        shards=shards,
-        end=end,
-        evaluation=evaluation,
-        evaluated=evaluated,
-        evaluations=evaluations,
-        timeouts=timeouts,
-        saving=saving,
-        copying=copying,
-        tell=tell,
-        profiling=profiling,
-        saved=saved,
-    )
-    if incomplete:
-        steps.complete(training.context)
-    return training.run(first_step)
+    context = _context_of(world, control, timeouts, companions, switch)
+    training = _Training(steps, span, companions, context, switch, evaluation, evaluations, timeouts)
+    if span.incomplete:
+        steps.complete(context)
+    return training.run()
 
 
 def _context_of(
-    world: World,
-    control: Control,
-    timeouts: StepTimeouts,
-    feed: Feed,
-    saving: CheckpointWriter,
-    copying: Copying,
-    switch: Switch,
+    world: World, control: Control, timeouts: StepTimeouts, companions: Companions, switch: Switch
 ) -> StepContext:
     """Return the context of a generation's steps."""
 
@@ -210,56 +208,50 @@ def _context_of(
         return Flags(
             pause=control.pause_requested(),
             save=control.save_requested(),
-            busy=saving.busy(),
-            uncopied=not copying.ready(),
+            busy=companions.saving.busy(),
+            uncopied=not companions.copying.ready(),
             forming=switch.forming,
         )
 
-    return StepContext(world=world, control=control, wait_s=timeouts.wait_s, flags=flags, meanwhile=feed.more)
+    meanwhile = companions.feed.more
+    return StepContext(world=world, control=control, wait_s=timeouts.wait_s, flags=flags, meanwhile=meanwhile)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Training:
     """The steps of a generation, and what happens between them: copies, evaluations, checkpoints. See `train`."""
 
     steps: Steps
-    feed: Feed
+    span: Span
+    companions: Companions
     context: StepContext
     switch: Switch
-    hosted: Sequence[int]
-    shards: int
-    end: int
     evaluation: Evaluation | None
-    evaluated: int
     evaluations: Evaluations
     timeouts: StepTimeouts
-    saving: CheckpointWriter
-    copying: Copying
-    tell: Callable[[StepRecord | Evaluated], None]
-    profiling: Profiling
-    saved: bool
 
-    def run(self, first_step: int) -> Ended:
-        """Do what is due before `first_step`, and make the steps from it on."""
+    def run(self) -> Ended:
+        """Do what is due before the first step, and make the steps from it on."""
         steps, context, control, evaluations = self.steps, self.context, self.context.control, self.evaluations
-        self.copy(first_step - 1, self.copying.ready())
+        first_step, end, beside = self.span.first_step, self.span.end, self.companions
+        self.copy(first_step - 1, beside.copying.ready())
         evaluations.reach(first_step - 1, self.evaluate(first_step - 1))
-        if not self.saved and not self.ends_after(first_step - 1) and evaluations.is_best(first_step - 1):
+        if not self.span.saved and not self.ends_after(first_step - 1) and evaluations.is_best(first_step - 1):
             # Evaluated here, or a writer of its checkpoint was lost.
             self.keep(first_step - 1)
         step, spread_s, noticed = first_step, 0.0, tuple[Remark, ...]()
-        while step < self.end and not evaluations.over:
+        while step < end and not evaluations.over:
             limit_s = self.timeouts.first_step_s if step == first_step else self.timeouts.step_s
-            together = range(step, last_together(step, self.end, steps.every, self.evaluation, self.saving) + 1)
-            with self.profiling(together, context) as watched:
+            together = range(step, last_together(step, end, steps.every, self.evaluation, beside.saving) + 1)
+            with beside.profiling(together, context) as watched:
                 control.set_limit(limit_s)
-                data, start = _Data(self.feed, control, limit_s), time.monotonic()
+                data, start = _Data(beside.feed, control, limit_s), time.monotonic()
                 applied = steps.make(together, data.batches, watched)
                 seconds = spread_s + time.monotonic() - start
             bars, drawn = steps.passes.bars, first_step + DRAWN in together
             data.remarks.setdefault(step, []).extend(noticed)
             for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
-                self.tell(record)
+                beside.tell(record)
             # Reported first: the step is applied, whether or not others live to send what they have changed. The time
             # counts in the next step.
             start = time.monotonic()
@@ -279,7 +271,7 @@ class _Training:
 
     def ends_after(self, step: int) -> bool:
         """Return whether no step follows this one."""
-        return step + 1 >= self.end or self.evaluations.over
+        return step + 1 >= self.span.end or self.evaluations.over
 
     def left(self, why: Ended) -> Ended:
         """Return why the training ends, once nobody needs this member's part of the last sums any more."""
@@ -291,30 +283,28 @@ class _Training:
     def copy(self, step: int, able: bool) -> None:
         """Copy the state after `step` if a copy is due and all members are `able` to make one."""
         control = self.context.control
-        if able and self.copying.due(step):
+        if able and self.companions.copying.due(step):
             control.enter("saving")
-            self.copying.copy(step, control.check)
+            self.companions.copying.copy(step, control.check)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Return the metrics of the state after `step` if an evaluation is due, else nothing."""
-        if self.evaluation is None or step <= self.evaluated:
+        if self.evaluation is None or step <= self.evaluation.made:
             return {}
-        if step not in (-1, self.end - 1) and (step + 1) % self.evaluation.every_steps:
+        if step not in (-1, self.span.end - 1) and (step + 1) % self.evaluation.every_steps:
             return {}
         self.context.control.set_limit(self.timeouts.first_step_s)
         self.context.control.enter("data")
-        batches = self.evaluation.batches
-        metrics = evaluate(
-            self.steps.state, self.steps.passes, batches, self.hosted, self.context, shards=self.shards, step=step
-        )
-        self.tell(Evaluated(step=step, metrics=metrics))
+        span, passes, batches = self.span, self.steps.passes, self.evaluation.batches
+        metrics = evaluate(self.steps.state, passes, batches, span.hosted, self.context, shards=span.shards, step=step)
+        self.companions.tell(Evaluated(step=step, metrics=metrics))
         return metrics
 
     def save(self, step: int, flags: Flags) -> None:
         """Save the state after `step` if a checkpoint is due or requested."""
         control, metrics = self.context.control, self.evaluations.metrics(step)
-        self.saving.check()
-        if not (flags.save or self.saving.due(step, bool(metrics))):
+        self.companions.saving.check()
+        if not (flags.save or self.companions.saving.due(step, bool(metrics))):
             return
         if self.evaluations.is_best(step):
             self.keep(step)
@@ -324,7 +314,7 @@ class _Training:
         else:
             control.clear_save_request()
             control.enter("saving")
-            self.saving.copy(step, metrics)
+            self.companions.saving.copy(step, metrics)
 
     def keep(self, step: int) -> None:
         """Save the state after `step`, the best so far, and wait until it is saved: no later state can take its place.
@@ -338,12 +328,12 @@ class _Training:
             # The writer limits the wait, not `elastic.hang_timeout_s`.
             control.enter("saving")
 
-        self.saving.check()
-        self.saving.wait(check)
+        self.companions.saving.check()
+        self.companions.saving.wait(check)
         control.clear_save_request()
         control.enter("saving")
-        self.saving.copy(step, self.evaluations.metrics(step))
-        self.saving.wait(check)
+        self.companions.saving.copy(step, self.evaluations.metrics(step))
+        self.companions.saving.wait(check)
 
 
 @dataclass(slots=True)

@@ -21,11 +21,8 @@ from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.parallel.gradients import Gradients
-from raytrain_plus.parallel.gradients import bucket_bytes as bucket_bytes_on
-from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.slicing import cuts_in
-from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state import transfer
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.holding import (
@@ -52,7 +49,7 @@ from raytrain_plus.training.update.step_sums import StepSums
 from raytrain_plus.training.weights.averages import Averages
 from raytrain_plus.training.weights.gathered_layer import GatheredLayer
 from raytrain_plus.training.weights.loss_scale import FIRST, LossScale, found_in, put
-from raytrain_plus.training.weights.model_part import check_hooks, header_rider, make_parts, wires
+from raytrain_plus.training.weights.model_part import Summing, check_hooks, make_parts
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.training.weights.optimizer import build_optimizer
 from raytrain_plus.training.weights.row_allgather import Spread
@@ -82,13 +79,9 @@ class TrainState:
         self,
         task: Task,
         built: Sequence[Built],
+        summing: Summing,
         *,
         seed: int,
-        shards: int,
-        device: torch.device,
-        exact: bool = False,
-        make_wire: MakeWire = ring_wire,
-        bucket_bytes: int | None = None,
         technique: Technique = PLAIN,
         division: Division | None = None,
         rebuild: Callable[[], Iterable[Built]] | None = None,
@@ -96,14 +89,15 @@ class TrainState:
     ) -> None:
         """Build the state of what was `built`, with its initial values.
 
-        `exact`: sums over shards are the same bits in any order. `division`: how the optimizer's state can be divided,
-        if it is to be. `rebuild`: builds the layers of the model, one after the other, in place of what was `built`:
+        The technique's precision says on which device. `division`: how the optimizer's state can be divided, if it is
+        to be. `rebuild`: builds the layers of the model, one after the other, in place of what was `built`:
         their weights then have memory only while they compute, and the state has no rows of them before `begin_with`.
         `link`: that of the slices built.
 
         Raises `TaskError` for parameters that cannot be summed exactly, and for a scheduler that needs an argument.
         """
-        self.task, self.device, self.shards, self.technique = task, device, shards, technique
+        self.task, self.shards, self.technique = task, summing.shards, technique
+        self.device = technique.precision.device
         self.division, self._rebuild = division, rebuild
         self.link = link or Link()
         """Reaches the workers that host the other slices of these layers."""
@@ -116,26 +110,22 @@ class TrainState:
         self.parts = make_parts(
             task,
             self._noted(built if rebuild is None else rebuild()),
+            summing,
+            technique,
             seed=seed,
-            shards=shards,
-            exact=exact,
-            make_wire=make_wire,
-            bucket_bytes=bucket_bytes or bucket_bytes_on(device),
-            device=device,
-            technique=technique,
             gathered=rebuild is not None,
         )
         self.trained = self._trained()
         """The weights that the optimizer changes here."""
         self._build_optimizer()
-        self.sums = self._sums(exact, make_wire)
+        self.sums = self._sums(summing)
         """The sums of the step that is being computed, or is held."""
         self._frozen = [pair for part in self.parts for pair in part.parameters if not pair[1].requires_grad]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
         self._shared = {name: first for part in self.parts for name, first in other_names(part.module).items()}
-        self._copies = StateCopies(device)
+        self._copies = StateCopies(self.device)
         self._before_first_step()
         self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
 
@@ -478,7 +468,7 @@ class TrainState:
             copies=StateCopies(self.device) if self.technique.offloads else None,
         )
 
-    def _sums(self, exact: bool, make_wire: MakeWire) -> StepSums:
+    def _sums(self, summing: Summing) -> StepSums:
         """Return the sums of a step, and prepare the gathering of weights if they are to be gathered."""
         self.gathered: GatheredLayer | None = None
         """The weights of layers that have memory only while their layer computes; None if all have memory."""
@@ -494,9 +484,8 @@ class TrainState:
         trained = self.trained
         layers = [[name for name, value in part.parameters if value.requires_grad] for part in self.parts]
         self.gathered = GatheredLayer(trained, layers)
-        wire = wires(make_wire, self.shards if exact else None)
         device = self.device
-        head = Gradients([], rider=header_rider(self.shards), make_wire=wire, label=".header", device=device)
+        head = Gradients([], rider=summing.header, make_wire=summing.wire, label=".header", device=device)
         return LayerSums(
             self.parts,
             trained,

@@ -12,7 +12,7 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.parallel.autocast import Modes, check_modes
-from raytrain_plus.parallel.gradients import Gradients
+from raytrain_plus.parallel.gradients import Gradients, bucket_bytes
 from raytrain_plus.parallel.half_precision import check_carried, ring_wire
 from raytrain_plus.parallel.wire import Exact, MakeWire, Rider
 from raytrain_plus.state.named import dtype_name
@@ -100,60 +100,55 @@ def check_hooks(hooked: Sequence[str]) -> None:
         )
 
 
-def make_parts(
-    task: Task,
-    built: Iterable[Built],
-    *,
-    seed: int,
-    shards: int,
-    exact: bool,
-    make_wire: MakeWire = ring_wire,
-    bucket_bytes: int,
-    device: torch.device,
-    technique: Technique,
-    gathered: bool = False,
-) -> tuple[ModelPart, ...]:
-    """Allocate gradients and buffers for what was built; the first part carries the header of `shards` shards.
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """How the gradients of a step are summed over shards and workers."""
 
-    `gathered`: weights and gradients have memory only when needed (`gathered`), and no part carries the header.
-    `exact`: sums over shards are the same bits in any order. `make_wire`: how gradients travel if they need not be.
-    Raises `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that its precision excludes.
+    shards: int
+    exact: bool = False
+    """Whether sums over shards have the same bits in any order."""
+    make_wire: MakeWire = ring_wire
+    """How gradients travel if their sums need not be exact."""
+    bucket_bytes: int | None = None
+    """The size of buckets; None for that of the device."""
+
+    @property
+    def exact_shards(self) -> int | None:
+        """The number of shards if sums are exact."""
+        return self.shards if self.exact else None
+
+    @property
+    def wire(self) -> MakeWire:
+        """How gradients travel."""
+        return partial(Exact, shards=self.shards) if self.exact else self.make_wire
+
+    @property
+    def header(self) -> Rider:
+        """Returns how many numbers the header of a step needs."""
+        return lambda dtype: digits(header.size(self.shards), dtype)
+
+
+def make_parts(
+    task: Task, built: Iterable[Built], summing: Summing, technique: Technique, *, seed: int, gathered: bool = False
+) -> tuple[ModelPart, ...]:
+    """Allocate gradients and buffers for what was built; the first part carries the header.
+
+    `gathered`: weights and gradients have memory only when needed (`gathered`), and no part carries the header. Raises
+    `TaskError` for parameters whose gradients cannot be summed, or not exactly, or that its precision excludes.
     """
     return tuple(
-        _make_part(
-            task,
-            one,
-            seed=seed,
-            exact_shards=shards if exact else None,
-            make_wire=make_wire,
-            header_shards=None if number or gathered else shards,
-            bucket_bytes=bucket_bytes,
-            label=f".{number}",
-            device=device,
-            technique=technique,
-            gathered=gathered,
-        )
+        _make_part(task, one, summing, technique, seed=seed, number=number, gathered=gathered)
         for number, one in enumerate(built)
     )
 
 
 def _make_part(
-    task: Task,
-    built: Built,
-    *,
-    seed: int,
-    exact_shards: int | None,
-    make_wire: MakeWire,
-    header_shards: int | None,
-    bucket_bytes: int,
-    label: str,
-    device: torch.device,
-    technique: Technique,
-    gathered: bool,
+    task: Task, built: Built, summing: Summing, technique: Technique, *, seed: int, number: int, gathered: bool
 ) -> ModelPart:
+    device, label = technique.precision.device, f".{number}"
     named, in_evaluation = list(built.module.named_parameters()), modules_in_evaluation(built.module)
     hooked = hooked_parameters(built.module)
-    check_summable(named, exact=exact_shards is not None)
+    check_summable(named, exact=summing.exact)
     keys = LayerKeys(built.module, built.layers, seed)
     masters = technique.apply(built, keys.recall)
     if gathered:
@@ -167,14 +162,14 @@ def _make_part(
         named,
         Gradients(
             [(name, value) for name, value in named if value.requires_grad],
-            bucket_bytes,
-            rider=None if header_shards is None else header_rider(header_shards),
-            make_wire=wires(make_wire, exact_shards),
+            summing.bucket_bytes or bucket_bytes(device),
+            rider=None if number or gathered else summing.header,
+            make_wire=summing.wire,
             label=label,
             waits=gathered,
             device=device,
         ),
-        Buffers(built.module, task, exact_shards, label, device),
+        Buffers(built.module, task, summing.exact_shards, label, device),
         keys,
         technique,
         masters,
@@ -182,16 +177,6 @@ def _make_part(
         AddedState(built.module),
         hooked,
     )
-
-
-def header_rider(shards: int) -> Rider:
-    """Return how many numbers the header of a step of `shards` shards needs."""
-    return lambda dtype: digits(header.size(shards), dtype)
-
-
-def wires(make_wire: MakeWire, exact_shards: int | None) -> MakeWire:
-    """Return how gradients travel: `make_wire`, unless the sums over `exact_shards` shards are to be exact."""
-    return make_wire if exact_shards is None else partial(Exact, shards=exact_shards)
 
 
 def _checks_modes(keys: LayerKeys, modes: Modes) -> Callable[[nn.Module, object], None]:

@@ -36,7 +36,7 @@ from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.passes.metric_sums import Means, MetricSums
-from raytrain_plus.training.step.loop import Evaluation, StepTimeouts, train
+from raytrain_plus.training.step.loop import Companions, Evaluation, Span, StepTimeouts, train
 from raytrain_plus.workers.messages import Assignment, Layers, ShareOf
 from tests.unit.controller.fakes import NOTES, SHARDS
 
@@ -181,26 +181,26 @@ class Member:
         """Replay; then either `waits` says what it waits for, or `why` says why it has come out."""
         assignment, job = self.part.assignment, self.job
         evaluation = (
-            None if job.evaluate is None else Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: ())
+            None
+            if job.evaluate is None
+            else Evaluation(every_steps=job.evaluate.every_steps, batches=lambda shard: (), made=assignment.evaluated)
         )
         try:
             self.why = train(
                 self,
-                self,
-                SoloWorld(),
-                hosted=range(SHARDS),
-                shards=SHARDS,
-                first_step=assignment.first_step,
-                end=self._steps,
+                Span(
+                    first_step=assignment.first_step,
+                    end=self._steps,
+                    hosted=range(SHARDS),
+                    shards=SHARDS,
+                    saved=assignment.saved,
+                ),
+                (SoloWorld(), None),
+                Companions(feed=self, saving=Writer(self), copying=_Copier(self), tell=self.records.append),
                 evaluation=evaluation,
-                evaluated=assignment.evaluated,
                 evaluations=Evaluations(job.best, assignment.history),
                 timeouts=StepTimeouts(step_s=1.0, first_step_s=1.0, wait_s=1.0),
-                saving=Writer(self),
-                copying=_Copier(self),
-                tell=self.records.append,
                 control=self.control,
-                saved=assignment.saved,
             )
         except Waits as waits:
             self.waits = waits

@@ -24,6 +24,7 @@ from raytrain_plus.job.yaml import load_job
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.unit.training.group import context
 
@@ -112,9 +113,7 @@ def test_tiny_learns_a_pattern_and_its_head_keeps_the_values_of_its_tokens() -> 
     task = GPT("tiny", vocabulary=100)
     task.run = RunFacts(total_steps=30, batch_size=4)
     assert task.vocabulary == 128
-    state = TrainState(
-        task, [build_model(task, 0, CPU)], seed=0, shards=1, technique=Technique(clip_norm=1.0), device=CPU
-    )
+    state = TrainState(task, [build_model(task, 0, CPU)], Summing(1), seed=0, technique=Technique(clip_norm=1.0))
     steps = whole_steps(state)
     text = {"tokens": torch.arange(ROW, dtype=torch.int32).remainder(7).expand(4, -1)}
     losses = [steps.run(step, {0: [Microbatch(text, 4)]}, context(SoloWorld())).loss for step in range(30)]

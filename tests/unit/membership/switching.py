@@ -27,7 +27,7 @@ from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.header import Flags, ShardReport, decode, either, encode
 from raytrain_plus.training.exchange.thread_control import Control
-from raytrain_plus.training.step.loop import LEFT, StepTimeouts, train
+from raytrain_plus.training.step.loop import LEFT, Companions, Span, StepTimeouts, train
 from raytrain_plus.training.weights.first_bucket import from_digits, to_digits
 from tests.unit.membership.explorer import Violation
 
@@ -138,20 +138,13 @@ class Member:
             self.take("state")
         return train(
             _Steps(self) if self.seat.stage < 0 else _Stages(self),
-            self,
-            self.world,
-            hosted=(self.seat.rank,),
-            shards=SHARDS,
-            first_step=self.seat.first,
-            end=self.seat.end,
+            Span(first_step=self.seat.first, end=self.seat.end, hosted=(self.seat.rank,), shards=SHARDS),
+            (self.world, None),
+            # A copy shares a slot of the header with the flag of those that form.
+            Companions(feed=self, saving=_Idle(), copying=_Idle(able=self.seat.rank > 0), tell=lambda record: None),
             evaluation=None,
-            evaluated=-2,
             evaluations=Evaluations(None, {}),
             timeouts=StepTimeouts(step_s=1.0, first_step_s=1.0, wait_s=1.0),
-            saving=_Idle(),
-            # Shares a slot of the header with the flag of those that form.
-            copying=_Idle(able=self.seat.rank > 0),
-            tell=lambda record: None,
             control=self.control,
         )
 

@@ -27,17 +27,13 @@ from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training.group import GroupWorld, Killed, Round, context
 
 SHARDS, STEPS, HOLDERS = 6, 6, 2
-SETTINGS: dict[str, Any] = {
-    "seed": 3,
-    "shards": SHARDS,
-    "exact": True,
-    "bucket_bytes": 300,
-}
+SUMMING = Summing(SHARDS, exact=True, bucket_bytes=300)
 
 
 class Net(nn.Module):
@@ -136,11 +132,11 @@ def build(technique: Technique = PLAIN, undivided: Sequence[str] = (), *, full: 
     state = TrainState(
         task,
         () if full else [build_model(task, 3, device)],
-        device=device,
+        SUMMING,
+        seed=3,
         technique=replace(technique, clip_norm=0.5),
         division=Division(frozenset(undivided), {}),
         rebuild=(lambda: build_layers(task, 3, device)) if full else None,
-        **SETTINGS,
     )
     return whole_steps(state)
 
@@ -149,7 +145,7 @@ def whole(technique: Technique, full: bool) -> tuple[dict[str, torch.Tensor], di
     """Return the state and the metrics of one worker that holds everything all the time; `full`: of `Layered`."""
     task, device = (Layered() if full else Small()), technique.precision.device
     state = TrainState(
-        task, [build_model(task, 3, device)], device=device, technique=replace(technique, clip_norm=0.5), **SETTINGS
+        task, [build_model(task, 3, device)], SUMMING, seed=3, technique=replace(technique, clip_norm=0.5)
     )
     steps = whole_steps(state)
     for step in range(STEPS):

@@ -17,6 +17,7 @@ from raytrain_plus.torch_compat import clamp_each
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.support.stages import CPU
 from tests.unit.training.group import context
@@ -66,13 +67,7 @@ class Endless(Task):
 def test_an_infinite_gradient_is_refused(exact: bool) -> None:
     task = Endless()
     state = TrainState(
-        task,
-        [build_model(task, 0, CPU)],
-        seed=0,
-        shards=1,
-        device=CPU,
-        exact=exact,
-        technique=Technique(clip_value=0.1),
+        task, [build_model(task, 0, CPU)], Summing(1, exact=exact), seed=0, technique=Technique(clip_value=0.1)
     )
     with pytest.raises(
         TrainingError, match="gradient of step 0 is not finite in shard 0, first in the parameter 'weight'"

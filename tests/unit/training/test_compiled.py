@@ -24,6 +24,7 @@ from raytrain_plus.training.model.recompute import recompute_layers
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.mistakes import advice_for, breaks_in_words
 from tests.support.stages import alone, one_computes_at_a_time, together
@@ -65,9 +66,7 @@ def batches(step: int) -> dict[int, list[Microbatch]]:
 
 def steps_of(task: Task, technique: Technique) -> SynchronousSteps:
     built = [build_model(task, 3, CPU)]
-    return whole_steps(
-        TrainState(task, built, seed=3, shards=2, device=CPU, technique=replace(technique, clip_norm=1.0))
-    )
+    return whole_steps(TrainState(task, built, Summing(2), seed=3, technique=replace(technique, clip_norm=1.0)))
 
 
 def test_compiled_layers_train_as_eager_ones_and_their_code_lasts() -> None:

@@ -26,6 +26,7 @@ from raytrain_plus.training.model.model import Built
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 
 ROWS = {0: [3, 3, 1], 1: [4], 2: [1]}
 
@@ -79,13 +80,7 @@ def batches(shard: int) -> list[Microbatch]:
 def figures(
     hosted: list[int], world: Any, figure: Any = None, control: Control | None = None, task: Task | None = None
 ) -> dict[str, float]:
-    state = TrainState(
-        task or Means(figure),
-        [Built(nn.Linear(1, 1), ())],
-        seed=3,
-        shards=3,
-        device=torch.device("cpu"),
-    )
+    state = TrainState(task or Means(figure), [Built(nn.Linear(1, 1), ())], Summing(3), seed=3)
     context = StepContext(world=world, control=control or begun(), wait_s=10.0)
     return evaluate(state, whole_steps(state).passes, batches, hosted, context, shards=3, step=7)
 
@@ -253,7 +248,7 @@ def evaluated(
     `rules`: those in the state of an earlier version.
     """
     built = [Built(nn.Linear(1, 1), ())]
-    state = TrainState(task, built, seed=3, shards=shards, device=torch.device("cpu"))
+    state = TrainState(task, built, Summing(shards), seed=3)
 
     if rules is not None:
         before = state.snapshot()

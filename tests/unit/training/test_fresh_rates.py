@@ -17,6 +17,7 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from tests.unit.training.group import context
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ KINDS = ("none", "exponential", "cosine", "one cycle")
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(TrainState(task, [build_model(task, 1, CPU)], seed=1, shards=1, device=CPU))
+    return whole_steps(TrainState(task, [build_model(task, 1, CPU)], Summing(1), seed=1))
 
 
 def made(task: Task, steps: range, one: SynchronousSteps | None = None) -> tuple[SynchronousSteps, list[Any]]:

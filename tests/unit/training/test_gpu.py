@@ -34,6 +34,7 @@ from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.norms import Norms
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.workers.machine.gpu import gpu_of
@@ -82,15 +83,7 @@ class Classify(Task):
 def state_of(shards: int, exact: bool = False, technique: Technique | None = None) -> TrainState:
     task, technique = Classify(), technique or Technique(Precision("fp32", DEVICE))
     built = build_model(task, 0, DEVICE)
-    return TrainState(
-        task,
-        [built],
-        seed=0,
-        shards=shards,
-        device=DEVICE,
-        exact=exact,
-        technique=replace(technique, clip_norm=0.5),
-    )
+    return TrainState(task, [built], Summing(shards, exact=exact), seed=0, technique=replace(technique, clip_norm=0.5))
 
 
 def batches(step: int, hosted: Any) -> dict[int, list[Microbatch]]:
@@ -382,9 +375,8 @@ def in_layers(task: Task, shards: int) -> SynchronousSteps:
         TrainState(
             task,
             (),
+            Summing(shards),
             seed=0,
-            shards=shards,
-            device=DEVICE,
             technique=Technique(Precision("bf16", DEVICE), clip_norm=0.5),
             rebuild=lambda: build_layers(task, 0, DEVICE),
         )

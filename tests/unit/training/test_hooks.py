@@ -21,6 +21,7 @@ from raytrain_plus.training.model.model import build_layers, build_model
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.shardable import Division
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.support import overlapping, stages
@@ -165,7 +166,7 @@ def test_a_clamped_gradient_is_the_same_whatever_the_shards(shards: int) -> None
             return model(batch).mean()
 
     task = Clamp()
-    one = whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=shards, device=CPU))
+    one = whole_steps(TrainState(task, [build_model(task, 0, CPU)], Summing(shards), seed=0))
     rows = 8 // shards
     given = {shard: [Microbatch(torch.full((rows, 1), 10.0), rows)] for shard in range(shards)}
     one.run(0, given, context(SoloWorld()))
@@ -211,12 +212,9 @@ def test_layers_that_are_gathered_train_as_a_plain_loop(kind: type[Hooked], exac
     state = TrainState(
         task,
         (),
+        Summing(SHARDS, exact=exact, bucket_bytes=300),
         seed=SEED,
-        shards=SHARDS,
         technique=Technique(clip_norm=0.5),
-        device=CPU,
-        exact=exact,
-        bucket_bytes=300,
         division=Division(frozenset(), {}),
         rebuild=lambda: build_layers(task, SEED, CPU),
     )

@@ -20,6 +20,7 @@ from raytrain_plus.training.passes import task_loss, whole_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.unit.training.group import context
 
@@ -127,14 +128,7 @@ def steps_of(task: Task, shards: int, exact: bool) -> SynchronousSteps:
     built = build_model(task, 0, CPU)
     return whole_steps(
         TrainState(
-            task,
-            [built],
-            seed=0,
-            shards=shards,
-            technique=Technique(clip_norm=1e-3),
-            device=CPU,
-            exact=exact,
-            bucket_bytes=64,
+            task, [built], Summing(shards, exact=exact, bucket_bytes=64), seed=0, technique=Technique(clip_norm=1e-3)
         )
     )
 

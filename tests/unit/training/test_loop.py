@@ -16,7 +16,7 @@ from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.thread_control import Control
-from raytrain_plus.training.step.loop import Evaluation, StepTimeouts, last_together, train
+from raytrain_plus.training.step.loop import Companions, Evaluation, Span, StepTimeouts, last_together, train
 
 
 class CheckpointWriter:
@@ -138,19 +138,17 @@ def trained(
     saves.writing = writing
     why = train(
         Steps(done, act),
-        feed,
-        SoloWorld() if world is None else world,
-        hosted=(0,),
-        shards=1,
-        first_step=1,
-        end=6,
+        Span(first_step=1, end=6, hosted=(0,), shards=1),
+        (SoloWorld() if world is None else world, None),
+        Companions(
+            feed=feed,
+            saving=saves,
+            copying=Copies(done, **given),
+            tell=lambda record: done.append(f"told {record.step}"),
+        ),
         evaluation=None,
-        evaluated=-2,
         evaluations=Evaluations(None, {}),
         timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
-        saving=saves,
-        copying=Copies(done, **given),
-        tell=lambda record: done.append(f"told {record.step}"),
         control=control,
     )
     return why, feed
@@ -243,21 +241,13 @@ def kept(known: dict[int, dict[str, float]], first_step: int, saved: bool = Fals
     saves = Keeps(done, takes)
     train(
         Steps(done),
-        Feed(),
-        SoloWorld(),
-        hosted=(0,),
-        shards=1,
-        first_step=first_step,
-        end=6,
+        Span(first_step=first_step, end=6, hosted=(0,), shards=1, saved=saved),
+        (SoloWorld(), None),
+        Companions(feed=Feed(), saving=saves, copying=Copies(done, ready=False), tell=lambda record: None),
         evaluation=None,
-        evaluated=9,
         evaluations=Evaluations(KeepBest(metric="m"), known),
         timeouts=StepTimeouts(step_s=1.0, first_step_s=2.0, wait_s=1.0),
-        saving=saves,
-        copying=Copies(done, ready=False),
-        tell=lambda record: None,
         control=begun(),
-        saved=saved,
     )
     assert all(saves.metrics[step] == known[step] for step in saves.metrics)
     return done

@@ -29,6 +29,7 @@ from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.support.nonfinite import BUCKET_BYTES, CPU, NAMES, SHARDS, Risky, batches, together
 from tests.support.stages import Ring, RingWorld, one_computes_at_a_time
@@ -50,14 +51,7 @@ def alone(
     task = task or Risky()
     built = build_model(task, 1, CPU)
     state = TrainState(
-        task,
-        [built],
-        seed=1,
-        shards=SHARDS,
-        technique=technique,
-        device=CPU,
-        exact=exact,
-        bucket_bytes=BUCKET_BYTES,
+        task, [built], Summing(SHARDS, exact=exact, bucket_bytes=BUCKET_BYTES), seed=1, technique=technique
     )
     return whole_steps(state, skip_nonfinite=skip)
 

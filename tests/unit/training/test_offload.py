@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -19,9 +18,9 @@ from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from tests.unit.training.group import context
 from tests.unit.training.sharded import (
-    SETTINGS,
     SHARDS,
     STEPS,
+    SUMMING,
     Sharded,
     Small,
     batches,
@@ -47,11 +46,9 @@ def deterministic() -> None:
     make_deterministic()
 
 
-def made(technique: Technique, **settings: Any) -> SynchronousSteps:
-    task = Small()
-    return whole_steps(
-        TrainState(task, [build_model(task, 3, CPU)], device=CPU, technique=technique, **{**SETTINGS, **settings})
-    )
+def made(technique: Technique, exact: bool = True) -> SynchronousSteps:
+    task, summing = Small(), replace(SUMMING, exact=exact)
+    return whole_steps(TrainState(task, [build_model(task, 3, CPU)], summing, seed=3, technique=technique))
 
 
 def run(steps: SynchronousSteps) -> SynchronousSteps:

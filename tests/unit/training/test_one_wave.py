@@ -18,6 +18,7 @@ from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 
 CPU = torch.device("cpu")
 ROWS = 6
@@ -67,7 +68,7 @@ def test_a_step_waits_once(width: int, names: list[str], exact: bool) -> None:
     """Small buffers travel with the first bucket; large ones before it, on every replica alike."""
     task, world = Norm(width), Pair()
     built = [build_model(task, 0, CPU)]
-    state = TrainState(task, built, seed=0, shards=2, device=CPU, exact=exact)
+    state = TrainState(task, built, Summing(2, exact=exact), seed=0)
     steps = whole_steps(state)
     context = StepContext(world=world, control=Control(), wait_s=1)
     batches = {shard: [Microbatch(torch.randn(ROWS, 2), ROWS)] for shard in range(2)}

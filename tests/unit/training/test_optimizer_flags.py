@@ -16,6 +16,7 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.unit.training.group import context
 
@@ -43,7 +44,7 @@ def test_the_flags_of_the_optimizer_are_kept(flags: dict[str, bool], precision: 
 
     def state() -> TrainState:
         built = build_model(task, 0, CPU)
-        return TrainState(task, [built], seed=0, shards=1, device=CPU, technique=technique)
+        return TrainState(task, [built], Summing(1), seed=0, technique=technique)
 
     def kept(one: TrainState) -> bool:
         assert one.optimizer is not None

@@ -26,6 +26,7 @@ from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.passes.task_loss import task_loss
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.trial.task_trial import try_on_cpu
 from tests.support.tokenizers import job, save
 from tests.unit.training.group import context
@@ -95,7 +96,7 @@ def microbatches(task: Task, shard: int) -> list[Microbatch]:
 
 
 def state_of(task: Task) -> TrainState:
-    return TrainState(task, [build_model(task, SEED, CPU)], seed=SEED, shards=SHARDS, device=CPU)
+    return TrainState(task, [build_model(task, SEED, CPU)], Summing(SHARDS), seed=SEED)
 
 
 def test_a_step_is_the_step_of_a_plain_loop() -> None:

@@ -18,6 +18,7 @@ from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.integration.plain_settings import LOOPS, Beside
 from tests.unit.training.group import Group, context
@@ -44,7 +45,7 @@ def steps_of(setting: str, exact: bool) -> SynchronousSteps:
     task = Beside(setting)
     built = [build_model(task, SEED, CPU)]
     technique = Technique(clip_value=LOOPS[setting].clip_value, clip_norm=LOOPS[setting].clip_norm)
-    return whole_steps(TrainState(task, built, seed=SEED, shards=SHARDS, technique=technique, device=CPU, exact=exact))
+    return whole_steps(TrainState(task, built, Summing(SHARDS, exact=exact), seed=SEED, technique=technique))
 
 
 def result_of(model: nn.Module, setting: str, one: Microbatch) -> tuple[torch.Tensor, float]:

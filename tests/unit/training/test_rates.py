@@ -16,6 +16,7 @@ from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.scheduler import rates_of
 from tests.unit.training.group import context
 
@@ -46,7 +47,7 @@ class Line(Task):
 
 
 def made(task: Task, steps: int) -> list[Applied]:
-    state = TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=1, device=CPU)
+    state = TrainState(task, [build_model(task, 0, CPU)], Summing(1), seed=0)
     made = whole_steps(state)
     batch = Microbatch(torch.ones(2, 2), rows=2)
     return [made.run(step, {0: [batch]}, context(SoloWorld())) for step in range(steps)]

@@ -23,6 +23,7 @@ from raytrain_plus.training.model.precision import FP32, Precision
 from raytrain_plus.training.model.recompute import check_layers, recompute_layers
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 from raytrain_plus.trial.measure import measure_layers
@@ -53,9 +54,8 @@ def trained(recompute: Recompute, precision: Precision = FP32, task: type[Task] 
     state = TrainState(
         made,
         [build_model(made, 3, CPU)],
+        Summing(SHARDS),
         seed=3,
-        shards=SHARDS,
-        device=CPU,
         technique=Technique(precision, recompute, clip_norm=0.5),
     )
     steps = whole_steps(state)

@@ -13,6 +13,7 @@ from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
 from raytrain_plus.training.model.model import build_model, parameters_of
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.scheduler import check_scheduler
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ class Line(Task):
 
 
 def state_of(task: Task) -> TrainState:
-    return TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, device=CPU)
+    return TrainState(task, [build_model(task, 0, CPU)], Summing(2), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import Technique
 from tests.support.stages import Ring, RingWorld
 from tests.unit.parallel.pipeline.replicas import COMPUTES, at_once
@@ -64,11 +65,9 @@ def steps_of(
         state = TrainState(
             task,
             [build_model(task, 3, device)],
+            Summing(SHARDS, exact=exact),
             seed=3,
-            shards=SHARDS,
             technique=Technique(clip_norm=1.0),
-            device=device,
-            exact=exact,
         )
     world: Any = SoloWorld() if ring is None else RingWorld(rank, ring)
     hosted = range(SHARDS) if ring is None else range(2 * rank, 2 * rank + 2)

@@ -34,6 +34,7 @@ from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.measure import measure_layers
 from raytrain_plus.trial.slice_check import check_slices
@@ -736,13 +737,7 @@ def test_a_tied_parameter_that_is_cut_counts_once() -> None:
 
 def test_a_state_knows_where_its_slices_are() -> None:
     made = Small()
-    state = TrainState(
-        made,
-        [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))],
-        seed=SEED,
-        shards=SHARDS,
-        device=CPU,
-    )
+    state = TrainState(made, [build_model(made, SEED, CPU, Slicing(made.tensor(), 2))], Summing(SHARDS), seed=SEED)
     cuts = state.holding().cuts
     assert cuts["block0.qkv"] == ("column", 3)
     assert (cuts["block1.down"], cuts["embed"]) == (("row", 1), ("vocabulary", 1))

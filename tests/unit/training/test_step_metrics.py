@@ -24,6 +24,7 @@ from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from tests.support import exact_steps, overlapping, stages
 from tests.unit.training.group import Group, context
 
@@ -89,7 +90,7 @@ class Line(Task):
 
 
 def steps_of(task: Task) -> SynchronousSteps:
-    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], seed=0, shards=2, device=CPU))
+    return whole_steps(TrainState(task, [build_model(task, 0, CPU)], Summing(2), seed=0))
 
 
 def step_of(one: SynchronousSteps, step: int, world: Any = None, microbatches: int = 1) -> Applied:

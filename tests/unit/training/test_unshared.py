@@ -27,6 +27,7 @@ from raytrain_plus.training.model.randomness import make_deterministic
 from raytrain_plus.training.model.unshared import Attributes
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.update.train_state import TrainState
+from raytrain_plus.training.weights.model_part import Summing
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
 from raytrain_plus.trial.task_trial import try_task
 from tests.support.optimizers import Plain, job, trial
@@ -333,10 +334,8 @@ def test_a_run_goes_on_with_longer_batches_to_the_same_bits_on_any_workers(
             TrainState(
                 task,
                 [build_model(task, 3, CPU)],
+                Summing(SHARDS, exact=True),
                 seed=3,
-                shards=SHARDS,
-                device=CPU,
-                exact=True,
                 technique=replace(technique, clip_norm=1.0),
             )
         )
