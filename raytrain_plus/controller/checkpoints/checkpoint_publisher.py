@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.settings import EarlyStop, KeepBest
-from raytrain_plus.state.stored.checkpoint import commit, discard, find_checkpoint_fault, sweep
+from raytrain_plus.state.stored.checkpoint import Found, commit, discard, find_checkpoint_fault, sweep
 from raytrain_plus.state.stored.manifest import Manifest, kept, manifest_bytes, newness, void
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.retry import retry
@@ -37,22 +37,22 @@ class Publisher:
     def __init__(
         self,
         run: Folder,
-        complete: Sequence[Manifest],
+        found: Sequence[Found],
         keep: int,
         keep_best: EarlyStop | KeepBest | None,
         settle: Callable[[], None],
         done: Callable[[Published], None],
         ours: Callable[[], None] = lambda: None,
-        damaged: Iterable[str] = (),
         failed: Callable[[OSError, int], None] = lambda error, wanted: None,
     ) -> None:
-        """Publish into the run's folder, which has these `complete` checkpoints.
+        """Publish into the run's folder, in which these checkpoints were `found`.
 
         `settle` makes ledger and events durable. `done` gets each outcome, on the thread. `ours` raises if another
-        controller owns the run by now: unlike `settle` it works on a full disk. The `damaged` are not removed during
+        controller owns the run by now: unlike `settle` it works on a full disk. Damaged ones are not removed during
         this run: a user with a copy of a file may repair them. `failed` gets each error of the storage and the number
         of bytes that were to be written.
         """
+        complete = [one.manifest for one in found if one.manifest is not None]
         self._complete = sorted(complete, key=newness, reverse=True)
         self._resumptions: Sequence[tuple[int, int]] = ()
         self._changing = threading.Lock()
@@ -63,7 +63,7 @@ class Publisher:
         self._done = done
         self._ours = ours
         self._failed = failed
-        self._damaged = set(damaged)
+        self._damaged = {one.name for one in found if one.damaged}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publisher")
 
     @property

@@ -42,13 +42,12 @@ def publisher_of(run: Claimed, order: RunOrder, journal: Journal, done: Callable
     past, checkpoint = order.past or Past(), order.plan.job.checkpoint
     return Publisher(
         run,
-        [found.manifest for found in past.found if found.manifest is not None],
+        past.found,
         checkpoint.keep,
         order.plan.job.best,
         journal.settle,
         done,
         ours=journal.check_fence,
-        damaged=[found.name for found in past.found if found.damaged],
         failed=lambda error, wanted: journal.outages.failed(WRITER, outage_of(error, run, wanted)),
     )
 

@@ -42,9 +42,7 @@ def make(tmp_path: Path, told: queue.SimpleQueue[Published]) -> Iterator[Make]:
     def build(settle: Callable[[], None] = lambda: None, best: KeepBest | None = None, **changes: Any) -> Publisher:
         run = changes.get("run", LocalFolder(tmp_path))
         ours = changes.get("ours", lambda: None)
-        made.append(
-            Publisher(run, changes.get("complete", []), 2, best, settle, told.put, ours, changes.get("damaged", ()))
-        )
+        made.append(Publisher(run, changes.get("found", ()), 2, best, settle, told.put, ours))
         return made[-1]
 
     yield build
@@ -156,7 +154,8 @@ def test_a_damaged_checkpoint_stays_for_repair(tmp_path: Path, make: Make, told:
     for step in (1, 2):
         publish(before, tmp_path, told, step)
     # One was reported by its reader; the other was found damaged at the start.
-    publisher = make(complete=before.complete[:1], damaged=[name_of(1, 0)])
+    found = [replace(one, damaged=one.step == 1) for one in survey(LocalFolder(tmp_path))]
+    publisher = make(found=[replace(one, manifest=None) if one.damaged else one for one in found])
     publisher.drop(before.complete[0])
     assert publisher.complete == ()
     for step in (3, 4, 5):
