@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from raytrain_plus.data.dataset import both_data, reads_otherwise
 from raytrain_plus.data.of_job import data_paths
 from raytrain_plus.data.paths.files import data_exists, split_pattern
+from raytrain_plus.data.sources.source import Source, check_enough
 from raytrain_plus.errors import DataError, TaskError, WaitExpired
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
@@ -18,6 +21,25 @@ from raytrain_plus.storage.place import RemotePath, place_of
 
 LOCK_S = 3600.0
 """Maximum seconds to wait for another process of this node that prepares the same data."""
+
+
+def prepared_data(job: Job, roots: Sequence[Path], *, older: bool) -> tuple[Source, Source | None]:
+    """Return the training data and the held-out data of a job, which are made if they are missing.
+
+    `older`: see `READING`. Raises the errors of `both_data`, and `DataError` if there are too few rows.
+    """
+    check_preparable(job, roots)
+    prepare_data(job, roots)
+    seen, held_out = both_data(job, roots, older=older)
+    if older and reads_otherwise(seen):
+        print(
+            "warning: this run was begun by an older version: as before, fractions of text formats are float64, and "
+            "the names of folders no columns",
+            file=sys.stderr,
+        )
+    for one in filter(None, (seen, held_out)):
+        check_enough(one, job.data.shards)
+    return seen, held_out
 
 
 def check_preparable(job: Job, roots: Sequence[Path]) -> None:

@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler as rates
 
 from raytrain_plus.data.dataset import training_data
 from raytrain_plus.errors import DataError, InputError
-from raytrain_plus.launch.preflight import _check_data, check_schedule, schedule_end
 from raytrain_plus.result import Result
+from raytrain_plus.runs.resumption import _check_data, check_schedule, schedule_end
 from raytrain_plus.schedules import warmup_cosine
 from raytrain_plus.storage.folders.local import LocalFolder
 from tests.support.tokenizers import job, save

@@ -21,10 +21,10 @@ from raytrain_plus.data.sources.source import READING, Source
 from raytrain_plus.errors import CheckpointError, DataError, InputError, TaskError
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.launch import cluster, preflight, runner
-from raytrain_plus.launch.preflight import check_resumable
 from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import load_history
+from raytrain_plus.runs.resumption import check_resumable
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.folders.local import LocalFolder
