@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
+from typing_extensions import Self
 
 from raytrain_plus.collective.nccl import ID_BYTES, Communicator, Library, settle
 from raytrain_plus.collective.world import World, wait
@@ -71,7 +72,7 @@ class Forming:
         limit_s: float,
         prepare: Callable[[Sequence[Communicator], Callable[[], bool]], object] = lambda *_: None,
     ) -> None:
-        """Begin to form all that are wanted, each within `limit_s`.
+        """Prepare to form all that are wanted, each within `limit_s`.
 
         `prepare` makes their first use on the same thread; it hears whether they are left meanwhile.
         """
@@ -84,7 +85,11 @@ class Forming:
         self._aborts: list[threading.Thread] = []
         self._formed: Future[list[Communicator]] = Future()
         self._thread = threading.Thread(target=self._form, name="forms NCCL", daemon=True)
+
+    def start(self) -> Self:
+        """Begin to form them; return this."""
         self._thread.start()
+        return self
 
     @property
     def ended(self) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
@@ -37,15 +37,14 @@ class NcclPeers(SwitchableTransport):
     def __init__(
         self,
         host: Any,
-        library: Library,
         directions: Iterable[Direction],
         limit_s: float,
         interrupted: Callable[[], bool],
     ) -> None:
-        """Begin to form links in these directions, the same on all members.
+        """Prepare links in these directions, the same on all members.
 
-        `host`: a world with `send` and `receive`, left with this one. Raises `Interrupted` if a member does not answer
-        within `limit_s`, the limit of each wait, or `interrupted` returns True; `host` is left then.
+        `host`: a world with `send` and `receive`, left with this one. `limit_s`: that of each wait. `interrupted`:
+        whether this member is to leave.
         """
         self.rank: int = host.rank
         self.size: int = host.size
@@ -53,16 +52,22 @@ class NcclPeers(SwitchableTransport):
         self._limit_s = limit_s
         self._interrupted = interrupted
         self._own = [one for one in sorted(set(directions)) if self.rank in one]
-        to = {receiver for sender, receiver in self._own if sender == self.rank}
-        ids = shared_ids(
-            host, [new_id(library) if rank in to else b"" for rank in range(self.size)], limit_s, interrupted
-        )
-        wanted = [Wanted(ids[sender][receiver], int(receiver == self.rank), 2) for sender, receiver in self._own]
         self._bytes: list[torch.Tensor] = []
         """The first byte of each link."""
-        self._forming = Forming(library, wanted, limit_s, self._connect)
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
+
+    def join(self, library: Library) -> Self:
+        """Begin to form the links; return this world.
+
+        Raises `Interrupted` if a member does not answer in time, or if this one is to leave; `host` is left then.
+        """
+        to = {receiver for sender, receiver in self._own if sender == self.rank}
+        own = [new_id(library) if rank in to else b"" for rank in range(self.size)]
+        ids = shared_ids(self._host, own, self._limit_s, self._interrupted)
+        wanted = [Wanted(ids[sender][receiver], int(receiver == self.rank), 2) for sender, receiver in self._own]
+        self._forming = Forming(library, wanted, self._limit_s, self._connect).start()
+        return self
 
     def _connect(self, formed: Sequence[Communicator], left: Callable[[], bool]) -> None:
         """Send a byte over each link: NCCL connects two members at their first transfer, and waits for both."""

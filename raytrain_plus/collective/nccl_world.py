@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from raytrain_plus.collective.nccl import Communicator, Event, Library, as_bytes, on_host, reached, settle, started
 from raytrain_plus.collective.nccl_forming import Forming, Wanted, new_id, shared_ids
@@ -22,20 +22,27 @@ FIRST_SUM = 1 << 16
 class NcclWorld(World):
     """See the module docstring."""
 
-    def __init__(self, host: World, library: Library, limit_s: float, interrupted: Callable[[], bool]) -> None:
-        """Begin to join the others of `host`, which sums meanwhile, and is left with this world.
+    def __init__(self, host: World, limit_s: float, interrupted: Callable[[], bool]) -> None:
+        """Prepare to join the others of `host`, which sums meanwhile, and is left with this world.
 
-        Raises `Interrupted` if a member does not answer within `limit_s`, the limit of each wait, or `interrupted`
-        returns True; `host` is left then.
+        `limit_s`: that of each wait. `interrupted`: whether this member is to leave.
         """
         self.rank, self.size = host.rank, host.size
         self._host = host
         self._limit_s = limit_s
         self._interrupted = interrupted
-        own = new_id(library) if self.rank == 0 else b""
-        ids = shared_ids(host, [own], limit_s, interrupted)
-        self._forming = Forming(library, [Wanted(ids[0][0], self.rank, self.size)], limit_s, self._connect)
         self._uses: Communicator | None = None
+
+    def join(self, library: Library) -> Self:
+        """Begin to join the others; return this world.
+
+        Raises `Interrupted` if a member does not answer in time, or if this one is to leave; `host` is left then.
+        """
+        own = new_id(library) if self.rank == 0 else b""
+        ids = shared_ids(self._host, [own], self._limit_s, self._interrupted)
+        wanted = [Wanted(ids[0][0], self.rank, self.size)]
+        self._forming = Forming(library, wanted, self._limit_s, self._connect).start()
+        return self
 
     def _connect(self, formed: Sequence[Communicator], left: Callable[[], bool]) -> None:
         """Use each operation once: NCCL connects members and takes memory at the first use, and waits for all of them.

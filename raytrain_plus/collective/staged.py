@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from raytrain_plus.collective.world import LOOK_S, FixedTransport, Operation, Transfer, Work, World
 from raytrain_plus.errors import Interrupted
@@ -56,7 +56,11 @@ class StagedWorld(FixedTransport, World):
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._start_all, name="starts staged operations", daemon=True)
+
+    def start(self) -> Self:
+        """Begin to start operations, on a thread; return this world."""
         self._thread.start()
+        return self
 
     @override
     def reduce(self, tensor: torch.Tensor, name: str, operation: Operation = "sum") -> Work:

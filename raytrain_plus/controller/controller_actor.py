@@ -73,7 +73,7 @@ class Controller:
         An attached run has a `driver`, and this process ends with it.
         """
         job = order.plan.job
-        self._job = job
+        self._job, self._driver = job, driver
         self._over = True
         """Whether the job has not started or has ended."""
         self._ended = threading.Event()
@@ -94,8 +94,6 @@ class Controller:
             host=RayHost(),
             clock=Clock(),
         )
-        if driver is not None and driver.identity:
-            threading.Thread(target=self._end_with, args=(driver,), name="driver", daemon=True).start()
 
     def run(self, detached: bool = False) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made.
@@ -104,6 +102,8 @@ class Controller:
         the end.
         """
         self._over = False
+        if self._driver is not None and self._driver.identity:
+            threading.Thread(target=self._end_with, args=(self._driver,), name="driver", daemon=True).start()
         me = ray.get_runtime_context().current_actor
         try:
             return self._engine.run()

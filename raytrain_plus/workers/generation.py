@@ -247,7 +247,7 @@ class Generation:
             return self._staged(TorchWorld(invitation))
         library, host = Nccl(prepared.device), self._staged(TorchWorld(invitation))
         wanted = directions(prepared.plan.job.parallel.schedule, layers.stage.of, layers.stage.ranks)
-        return NcclPeers(host, library, wanted, invitation.timeout_s, self._control.interrupted)
+        return NcclPeers(host, wanted, invitation.timeout_s, self._control.interrupted).join(library)
 
     def _steps_of(self, state: TrainState, replica: Peers | None) -> Steps:
         """Return how this member makes its steps; `replica`: the world of its model replica, if that has stages."""
@@ -310,7 +310,7 @@ class Generation:
         plan = self._prepared.plan
         if plan.collective == "nccl":
             library, meanwhile = Nccl(self._prepared.device), self._staged(TorchWorld(invitation))
-            return NcclWorld(meanwhile, library, invitation.timeout_s, self._control.interrupted)
+            return NcclWorld(meanwhile, invitation.timeout_s, self._control.interrupted).join(library)
         if plan.collective != "horovod":
             return self._staged(TorchWorld(invitation))
         # The rings of workers that share a stage's slices sum the same gradients of what is not cut.
@@ -319,7 +319,9 @@ class Generation:
     def _staged(self, world: _OfHost) -> _OfHost | StagedWorld:
         """Return a world of the host for tensors of this worker's device."""
         device = self._prepared.device
-        return world if device.type == "cpu" else StagedWorld(world, HostCopies(device), self._control.interrupted)
+        return (
+            world if device.type == "cpu" else StagedWorld(world, HostCopies(device), self._control.interrupted).start()
+        )
 
     def _leave(self, world: World | _Replica) -> None:
         self._control.enter("leaving")

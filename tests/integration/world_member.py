@@ -75,7 +75,7 @@ class Member:
         start = time.monotonic()
         self.world = HorovodWorld(formation) if KIND == "horovod" else TorchWorld(formation)
         if STAGED:
-            self.world = StagedWorld(self.world, HostCopies(DEVICE) if GPU else LateCopies(), self.interrupted)
+            self.world = StagedWorld(self.world, HostCopies(DEVICE) if GPU else LateCopies(), self.interrupted).start()
         self.seconds = {"host": time.monotonic() - start}
         if NCCL:
             self.world = self._with_nccl(self.world, start)
@@ -87,9 +87,9 @@ class Member:
         library: Library = Nccl(DEVICE) if GPU else HangingNccl()
         pairs = itertools.permutations(range(host.size), 2)
         world: NcclWorld | NcclPeers = (
-            NcclPeers(host, library, pairs, FORM_S, self.interrupted)
+            NcclPeers(host, pairs, FORM_S, self.interrupted).join(library)
             if PEERS
-            else NcclWorld(host, library, FORM_S, self.interrupted)
+            else NcclWorld(host, FORM_S, self.interrupted).join(library)
         )
         self.seconds = {"host": time.monotonic() - start}
         while world.forming:

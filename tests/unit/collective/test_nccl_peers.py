@@ -76,7 +76,7 @@ def together(
 
     def member(rank: int) -> Any:
         host = Host(rank, mail, ring)
-        peers = NcclPeers(host, links.of(rank), directions, limit_s, interrupted)
+        peers = NcclPeers(host, directions, limit_s, interrupted).join(links.of(rank))
         try:
             return each(peers, host)
         finally:

@@ -48,7 +48,7 @@ def together(size: int, each: Callable[[NcclWorld], Any], **changes: Any) -> lis
     ring, device = Ring(size), Device(size)
 
     def member(rank: int) -> Any:
-        world = NcclWorld(RingWorld(rank, ring), Library(device, **changes), 5, lambda: False)
+        world = NcclWorld(RingWorld(rank, ring), 5, lambda: False).join(Library(device, **changes))
         try:
             return each(switched(world))
         finally:
@@ -90,7 +90,7 @@ def test_all_members_have_the_id_of_the_first_one_and_abort() -> None:
     def member(rank: int) -> None:
         library = Library(device)
         made.append(library)
-        switched(NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)).close()
+        switched(NcclWorld(RingWorld(rank, ring), 5, lambda: False).join(library)).close()
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(member, range(2)))
@@ -102,7 +102,7 @@ def test_the_other_world_sums_until_all_use_nccl() -> None:
     def each(rank: int) -> list[Any]:
         library = Library(device)
         library.slow = gate
-        world = NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)
+        world = NcclWorld(RingWorld(rank, ring), 5, lambda: False).join(library)
         tensor = torch.ones(2)
         wait([world.reduce(tensor, "before")], "a test", 5)
         found = [world.forming, tensor.tolist(), dict(device.started)]
@@ -124,7 +124,7 @@ def test_a_member_whose_peer_is_gone_leaves_when_it_is_told_to() -> None:
     ring, device = Ring(2), Device(2)
 
     def survivor() -> str:
-        world = switched(NcclWorld(RingWorld(0, ring), Library(device), 5, told.is_set))
+        world = switched(NcclWorld(RingWorld(0, ring), 5, told.is_set).join(Library(device)))
         work = world.reduce(torch.ones(3), "gradients")
         start = time.monotonic()
         threading.Timer(0.2, told.set).start()
@@ -135,7 +135,7 @@ def test_a_member_whose_peer_is_gone_leaves_when_it_is_told_to() -> None:
         return "left"
 
     def dies() -> None:
-        NcclWorld(RingWorld(1, ring), Library(device), 5, lambda: False)
+        NcclWorld(RingWorld(1, ring), 5, lambda: False).join(Library(device))
 
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(survivor)
@@ -160,7 +160,7 @@ def test_a_peer_that_dies_while_nccl_forms() -> None:
     library.device = device
     with ThreadPoolExecutor(1) as pool:
         dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 16, dtype=torch.int64), NAME))
-        world = NcclWorld(RingWorld(0, ring), library, 0.1, lambda: False)
+        world = NcclWorld(RingWorld(0, ring), 0.1, lambda: False).join(library)
         dies.result()
     time.sleep(0.3)
     assert world.forming
@@ -175,7 +175,7 @@ def test_a_world_that_is_left_while_nccl_forms_aborts_it() -> None:
     library = Library(device)
     with ThreadPoolExecutor(1) as pool:
         dies = pool.submit(lambda: RingWorld(1, ring).reduce(torch.zeros(2, 1, 16, dtype=torch.int64), NAME))
-        world = NcclWorld(RingWorld(0, ring), library, 60, lambda: False)
+        world = NcclWorld(RingWorld(0, ring), 60, lambda: False).join(library)
         dies.result()
     start = time.monotonic()
     world.close()
@@ -188,7 +188,7 @@ def test_who_is_told_to_leave_before_the_id_has_come_leaves_the_other_world() ->
     host = RingWorld(1, Ring(2))
     host.close = closed.set  # type: ignore[method-assign]
     with pytest.raises(Interrupted, match="the ids of NCCL's members"):
-        NcclWorld(host, Library(Device(2)), 5, lambda: True)
+        NcclWorld(host, 5, lambda: True).join(Library(Device(2)))
     assert closed.is_set()
 
 
@@ -227,7 +227,7 @@ def test_a_communicator_that_cannot_be_aborted_keeps_nobody_in_the_other_world()
         host = RingWorld(rank, ring)
         host.close = lambda: closed.append(rank)  # type: ignore[method-assign]
         library = Library(device)
-        world = switched(NcclWorld(host, library, 5, lambda: False))
+        world = switched(NcclWorld(host, 5, lambda: False).join(library))
 
         def fails() -> None:
             raise RuntimeError("ncclSystemError")
@@ -245,7 +245,7 @@ def test_an_abort_that_hangs_keeps_nobody_in_the_other_world() -> None:
 
     def member(rank: int) -> float:
         library = Library(device)
-        world = switched(NcclWorld(RingWorld(rank, ring), library, 5, lambda: False))
+        world = switched(NcclWorld(RingWorld(rank, ring), 5, lambda: False).join(library))
         library.made[0].abort = lambda: hangs.wait(5)  # type: ignore[method-assign,assignment,return-value]
         start = time.monotonic()
         world.close()
@@ -294,7 +294,7 @@ def test_without_an_id_nccl_never_forms() -> None:
 
         library = Library(device)
         library.new_id = fails  # type: ignore[method-assign]
-        world = NcclWorld(RingWorld(rank, ring), library, 5, lambda: False)
+        world = NcclWorld(RingWorld(rank, ring), 5, lambda: False).join(library)
         until = time.monotonic() + 5
         while not world.why_never and time.monotonic() < until:
             time.sleep(0.001)

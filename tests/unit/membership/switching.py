@@ -133,7 +133,7 @@ class Member:
 
     def run(self) -> str:
         """Join, take the state, and train; return why that ended."""
-        self.world = SoloWorld() if self.seat.size == 1 else NcclWorld(_Host(self), self, 1.0, lambda: False)
+        self.world = SoloWorld() if self.seat.size == 1 else NcclWorld(_Host(self), 1.0, lambda: False).join(self)
         if self.seat.lacks:
             self.take("state")
         return train(

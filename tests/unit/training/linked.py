@@ -41,7 +41,7 @@ class _Member:
         self.rank, self._of = rank, of
         host: Any = _Host(rank, mail)
         host.size = of.size
-        self._made = NcclPeers(host, links.of(rank), of.directions, 20, lambda: False)
+        self._made = NcclPeers(host, of.directions, 20, lambda: False).join(links.of(rank))
 
     @cached_property
     def _peers(self) -> NcclPeers:

@@ -286,7 +286,7 @@ def test_pinned_batches_arrive_beside_the_computation() -> None:
 
 
 def test_a_sum_in_pinned_memory_waits_for_the_gpu_and_holds_nobody_up() -> None:
-    world = StagedWorld(Doubling(), HostCopies(DEVICE))
+    world = StagedWorld(Doubling(), HostCopies(DEVICE)).start()
     tensors = [torch.zeros(1 << 20, device=DEVICE) for _ in range(3)]
     with no_waits():
         torch.cuda._sleep(BUSY)
@@ -301,7 +301,7 @@ def test_a_sum_in_pinned_memory_waits_for_the_gpu_and_holds_nobody_up() -> None:
 
 
 def test_what_is_sent_from_a_gpu_is_what_was_computed() -> None:
-    world = StagedWorld(Doubling(), HostCopies(DEVICE))
+    world = StagedWorld(Doubling(), HostCopies(DEVICE)).start()
     torch.cuda._sleep(BUSY)
     sent = torch.arange(1000.0, device=DEVICE).mul(3)
     world.send(sent, 1, 7).finish("a test")
