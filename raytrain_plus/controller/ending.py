@@ -16,7 +16,7 @@ class Ending:
 
     def __init__(self, run: Run, members: Members, arrivals: Arrivals, hand_over: ModelHandOver, began: float) -> None:
         """Prepare the end; `began`: Unix seconds at which Ray was available."""
-        self.journal, self.job, self.began = run.journal, run.job.name, began
+        self.record, self.journal, self.job, self.began = run.record, run.journal, run.job.name, began
         self.members, self.arrivals, self.hand_over = members, arrivals, hand_over
         self.closing: Closing | None = None
         """How the run has ended; None while it has not."""
@@ -36,18 +36,18 @@ class Ending:
             self.journal.data_changed(error.first)
         why = None if error is None else str(error)
         early = self.hand_over.stopped_early if status == "finished" else None
-        result = self.journal.finish(
+        result = self.record.finish(
             self.job, status, why, self.hand_over.export, self.began, self._unsaved(status), early
         )
         self.closing = Closing(result=result, error=error)
 
     def fail(self, why: str) -> None:
         """End the run because the controller cannot continue it. Raises `RunError` if that cannot be written."""
-        self.journal.finish(self.job, "failed", why, None, self.began)
+        self.record.finish(self.job, "failed", why, None, self.began)
 
     def _unsaved(self, status: str) -> str | None:
         """Return why the state that a stopped run ends with was not saved; None if it was."""
-        committed, checkpoints = self.journal.committed, self.hand_over.checkpoints
+        committed, checkpoints = self.record.committed, self.hand_over.checkpoints
         saved = committed <= checkpoints.durable
         return None if status != "stopped" or saved else checkpoints.why_unsaved(committed)
 
@@ -55,7 +55,7 @@ class Ending:
         """Return the run's status, and the error that it ends with, if any."""
         if command.status == "failed":
             error, step = self.members.errors.get(command.why, (RunError(command.why), None))
-            return "failed", error if step is None else in_step(error, step, self.journal.committed)
+            return "failed", error if step is None else in_step(error, step, self.record.committed)
         if found := self.arrivals.data_changed or self.hand_over.error:
             return "failed", found
         if self.members.differ:

@@ -22,8 +22,8 @@ from raytrain_plus.controller.group.model_hand_over import Exporter, ModelHandOv
 from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
 from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.controller.opening import open_run
-from raytrain_plus.controller.record.journal import Journal
 from raytrain_plus.controller.record.metrics import Metrics
+from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run import Run, merged
@@ -59,12 +59,13 @@ class Engine:
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = folder = Claimed(open_folder(order.plan.folder))
         self.loop = loop = EventLoop(workers, clock)
-        self.journal = journal = journal_of(order, folder, clock)
+        self.record = record = record_of(order, folder, clock)
+        self.journal = journal = record.journal
         publisher = publisher_of(folder, order, journal, loop.put)
         self.machine = machine = Executor(limits, publisher.durable)
         roster = Roster()
         partitions = Partitions(order.plan.job, roster, order.sizes)
-        run = Run(order, folder, loop, machine, journal, partitions, roster, clock, host)
+        run = Run(order, folder, loop, machine, record, partitions, roster, clock, host)
 
         self._exporter = Exporter(folder, workers.begin, journal.check_fence, loop.put, journal.outages)
         self._checkpoints = checkpoints = Checkpoints(run, publisher)
@@ -141,7 +142,7 @@ class Engine:
         self._checkpoints.request_in_time(now)
         if self._metrics.due:
             newest = self._checkpoints.newest
-            self._metrics.show(self.journal.gauges.values(None if newest is None else newest.time))
+            self._metrics.show(self.record.gauges.values(None if newest is None else newest.time))
         self.loop.fire(now)
         self._monitor.look(now)
         self._hand_over.look()
@@ -163,13 +164,13 @@ class Engine:
                 self._ending.fail(f"{failure}{ours}")
 
     def _open_run(self) -> None:
-        open_run(self._order, self.run_folder, self.journal, self._host)
+        open_run(self._order, self.run_folder, self.record, self._host)
         self._checkpoints.restart_clock()
 
 
-def journal_of(order: RunOrder, run: Claimed, clock: Clock) -> Journal:
-    """Return the journal of this run."""
+def record_of(order: RunOrder, run: Claimed, clock: Clock) -> RunRecord:
+    """Return the record of this run."""
     plan = order.plan
     rows, epochs = plan.data.rows, plan.job.epochs
     end = None if epochs is None else (plan.steps, epochs * rows)
-    return Journal(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)
+    return RunRecord(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from raytrain_plus.controller.event_loop import Host
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.journal import Beginning
+from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
@@ -17,23 +18,15 @@ from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
 
 
-def open_run(order: RunOrder, run: Claimed, journal: Journal, host: Host) -> None:
+def open_run(order: RunOrder, run: Claimed, record: RunRecord, host: Host) -> None:
     """Claim the run's folder and open it. Raises `RunError` if the storage does not take what a run begins with."""
     plan = order.plan
     try:
         fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
         run.hold(fence.claim)
         relays = start_trackers(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
-        journal.open(
-            fence,
-            order.job_yaml,
-            order.versions,
-            host.cluster,
-            order.dataset,
-            host.name,
-            relays,
-            callbacks_of(order, run),
-        )
+        beginning = Beginning(order.job_yaml, order.versions, order.dataset, host.cluster, host.name)
+        record.open(fence, beginning, relays, callbacks_of(order, run))
         source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
         run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])
     except StorageError as failure:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from raytrain_plus.controller.event_loop import Clock, EventLoop, Host, Machine
 from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run_order import RunOrder
@@ -27,12 +28,17 @@ class Run:
     folder: Claimed
     loop: EventLoop
     machine: Machine
-    journal: Journal
+    record: RunRecord
     partitions: Partitions
     roster: Roster
     clock: Clock
     host: Host
     pulses: Pulses = field(default_factory=Pulses)
+
+    @property
+    def journal(self) -> Journal:
+        """Where it is written."""
+        return self.record.journal
 
     @property
     def job(self) -> Job:

@@ -18,7 +18,8 @@ import yaml
 
 from raytrain_plus import Data, Job, JobError, credentials
 from raytrain_plus.cli import main as cli
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.journal import Beginning
+from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.credentials import credential_in, hide_credentials, without_credentials
 from raytrain_plus.errors import DataError, InputError, RunError, StorageError, TaskError, TrainingError
 from raytrain_plus.job.setting_types import flatten, settings_of
@@ -309,16 +310,16 @@ def test_texts_from_others_are_stripped_before_they_are_recorded(
 ) -> None:
     """A cause of death is text from Ray; an error is text from any library that the task uses."""
     run = LocalFolder(tmp_path / "run")
-    journal = Journal(run, 8, 100, None, Past())
+    record = RunRecord(run, 8, 100, None, Past())
     said = f"no answer from {FORMS[0]} at all"
-    journal.record_wait(said)
-    journal.open(Fence(run, 0), "name: run\n", {}, "here:1", {"files": []})
-    journal.not_saved(1, said)
-    journal.record_wait(f"again {said}")
+    record.waits(said)
+    record.open(Fence(run, 0), Beginning("name: run\n", {}, {"files": []}, "here:1"))
+    record.not_saved(1, said)
+    record.waits(f"again {said}")
     with caplog.at_level(logging.DEBUG):
-        result = journal.finish("run", "failed", f"{said}\nTraceback: {FORMS[11]}", None, 0.0)
-    followed = list(itertools.islice(journal.follow(0, 1.0), 10))
-    journal.close()
+        result = record.finish("run", "failed", f"{said}\nTraceback: {FORMS[11]}", None, 0.0)
+    followed = list(itertools.islice(record.journal.follow(0, 1.0), 10))
+    record.journal.close()
     shown = io.StringIO()
     print(result, result.to_json(), followed, caplog.text, file=shown)
     files = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]

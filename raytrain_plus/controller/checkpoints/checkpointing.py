@@ -57,7 +57,8 @@ class Checkpoints:
 
     def __init__(self, run: Run, publisher: Publisher) -> None:
         order, clock = run.order, run.clock
-        self._run, self._order, self._journal = run.folder, order, run.journal
+        self._run, self._order = run.folder, order
+        self._record, self._journal = run.record, run.journal
         self._loop, self._machine, self._partitions = run.loop, run.machine, run.partitions
         self._host, self._clock = run.host, clock
         self._publisher = publisher
@@ -170,9 +171,9 @@ class Checkpoints:
         if not stages or cover(group, offers)[1]:
             return False
         # A number that no generation has: the remains of an earlier attempt may exist under the old one.
-        number = self._journal.begin_number(group.generation)
+        number = self._record.begin_number(group.generation)
         # An event has that number before a checkpoint has it: else events would seem to be missing.
-        self._journal.record_saving(step, 0, 0, None)
+        self._record.saving(step, 0, 0, None)
         self._saving.begin(step, number, list(stages))
         owners = {
             name: limits.owned_rows(stage, workers[name].owned)
@@ -201,12 +202,12 @@ class Checkpoints:
             self._settled(told.step, told.generation)
             return
         if (writer := self._saving.writer(told)) is not None:
-            told = replace(told, time=self._journal.on_our_clock(writer, told.time))
+            told = replace(told, time=self._record.reports.on_our_clock(writer, told.time))
         self._give_up(self._saving.written(told, self._machine.group.workers))
 
     def make(self) -> None:
         """Publish the checkpoints whose shares are all written, as far as their steps are committed."""
-        for shares in self._saving.whole(self._journal.committed):
+        for shares in self._saving.whole(self._record.committed):
             try:
                 manifest = self._manifest(shares)
             except RaytrainError as error:
@@ -261,13 +262,13 @@ class Checkpoints:
             data={
                 "fingerprint": order.plan.data.fingerprint,
                 "rows": order.plan.data.rows,
-                "samples": self._journal.samples(first.step),
+                "samples": self._record.samples(first.step),
             },
             layout=[asdict(member) for member in self._writers.get(first.generation, self._layout)],
             random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
             metrics={
                 name: value
-                for name, value in (first.metrics or self._journal.metrics(first.step)).items()
+                for name, value in (first.metrics or self._record.metrics(first.step)).items()
                 if math.isfinite(value)
             },
             stall_s=max(told.stall_s for told in shares),
@@ -287,9 +288,7 @@ class Checkpoints:
             self._not_saved(manifest.step, "the run has resumed from an earlier step meanwhile")
         else:
             self._journal.outages.worked(WRITER)
-            self._journal.record_saved(
-                manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name
-            )
+            self._record.saved(manifest.step, self._clock.unix() - manifest.time, manifest.stall_s, manifest.name)
             self._machine.feed(e.Saved(manifest.step))
         self._settled(manifest.step, manifest.generation)
 
@@ -302,7 +301,7 @@ class Checkpoints:
 
     def _not_saved(self, step: int, why: str) -> None:
         self._failure = step, why
-        self._journal.not_saved(step, why)
+        self._record.not_saved(step, why)
 
     def _settled(self, step: int, number: int) -> None:
         """Announce that a checkpoint is no longer in progress: the next one may begin."""

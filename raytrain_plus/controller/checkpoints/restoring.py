@@ -25,7 +25,7 @@ class Restoring:
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         """Prepare to read checkpoints."""
         self._fresh_rates = run.order.plan.fresh_rates
-        self._run, self._loop, self._machine, self._journal = run.folder, run.loop, run.machine, run.journal
+        self._run, self._loop, self._machine, self._record = run.folder, run.loop, run.machine, run.record
         self._checkpoints, self._partitions = checkpoints, run.partitions
         self._past = run.order.past
         """What the run resumes from; None for a new run, and once it is recorded."""
@@ -63,15 +63,15 @@ class Restoring:
         past, self._past = self._past, None
         if past is not None:
             made, evaluated = max(past.committed, step), past.evaluated
-        elif step < self._journal.committed:
-            made, evaluated = self._journal.committed, self._journal.evaluated
+        elif step < self._record.committed:
+            made, evaluated = self._record.committed, self._record.evaluated
         else:
             return
         read = self._read
         checkpoint = read.name if read is not None and read.step == step else None
         fresh = self._fresh_rates and checkpoint is not None
-        self._journal.go_back(step, generation, checkpoint, made, min(evaluated, step), fresh_rates=fresh)
-        self._checkpoints.go_back(self._journal.generation, step)
+        self._record.go_back(step, generation, checkpoint, made, min(evaluated, step), fresh_rates=fresh)
+        self._checkpoints.go_back(self._record.generation, step)
 
     def _restored(self, command: e.Restore, manifest: Manifest) -> None:
         self._read = manifest
@@ -85,7 +85,7 @@ class Restoring:
 
     def _later(self, command: e.Restore, error: OSError) -> None:
         """Wait for a storage that is temporarily unavailable, as long as a worker may take to read a checkpoint."""
-        self._journal.record_wait(f"the checkpoint storage: {error}")
+        self._record.waits(f"the checkpoint storage: {error}")
         self._loop.later(RESTORE_AGAIN_S, partial(self.restore, command))
 
     def _damaged(self, command: e.Restore, manifest: Manifest, error: DamagedError) -> None:
@@ -108,5 +108,5 @@ class Restoring:
                 remedy="restore the file from a copy, or start over with --fresh, which keeps this run's folder",
             ) from error
         log.warning("%s", error)
-        self._journal.not_saved(manifest.step, f"{error.where}: {error.what}; the previous checkpoint is used")
+        self._record.not_saved(manifest.step, f"{error.where}: {error.what}; the previous checkpoint is used")
         self._machine.feed(e.Unreadable(command.worker, self._checkpoints.durable))

@@ -24,7 +24,7 @@ class Arrivals:
     """Starts workers, has them prepare, and reports them to the machine once they are ready."""
 
     def __init__(self, run: Run, losses: Losses, monitor: Monitor) -> None:
-        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.loop, self.machine, self.record = run.loop, run.machine, run.record
         self.roster, self.partitions, self.pulses, self.clock = run.roster, run.partitions, run.pulses, run.clock
         self.losses, self.monitor = losses, monitor
         self.plan = run.order.plan
@@ -84,7 +84,7 @@ class Arrivals:
         if not self._expected(name):
             return
         self.roster.record_location(location)
-        self.journal.record_joined(location)
+        self.record.reports.joined(location)
         # Asked once the process is there, so that the answer is quick.
         self.loop.ask(name, "clock", then=partial(self._clocked, name, self.clock.unix()))
         self.pulses.add(name, self.clock.now())
@@ -103,7 +103,7 @@ class Arrivals:
         return True
 
     def _clocked(self, name: str, asked: float, clock_s: float) -> None:
-        self.journal.record_clock(name, clock_s, asked, self.clock.unix())
+        self.record.reports.clocks.read(name, clock_s, asked, self.clock.unix())
 
     def _prepared(self, name: str, ready: PreparedReport) -> None:
         if other := self._with_other_gpu(ready.gpu):

@@ -17,6 +17,7 @@ from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.event_loop import stale
 from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.state_copies import Replication
+from raytrain_plus.controller.record.run_record import FormedGroup
 from raytrain_plus.controller.roster.donors import DonorPart, donor_parts
 from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
@@ -82,7 +83,8 @@ class Formation:
         `open_run` opens the run's folder. Only the first generation does so: nothing is wrong then with what was
         requested.
         """
-        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.loop, self.machine = run.loop, run.machine
+        self.record, self.journal = run.record, run.journal
         self.roster, self.partitions, self.pulses = run.roster, run.partitions, run.pulses
         self.clock, self.host, self.best = run.clock, run.host, run.best
         self.collective = run.order.plan.collective
@@ -103,10 +105,10 @@ class Formation:
         self.journal.renew()
         if not command.again:
             self.restoring.go_back_to(command.first_step - 1, view.generation)
-        number = self.journal.number(view.generation)
+        number = self.record.number(view.generation)
         self.checkpoints.formed(number, view.members)
         names = [member.worker for member in view.members]
-        self.journal.regroup(self.clock.unix(), names, command.first_step - 1, view.generation)
+        self.record.regroup(self.clock.unix(), names, command.first_step - 1, view.generation)
         if self._now is not None:
             threading.Thread(target=self._now.close, name="close rendezvous", daemon=True).start()
         self._now = worlds = _Worlds(view)
@@ -158,12 +160,20 @@ class Formation:
         ]
         self.replication.formed()
         self.loop.later(STANDBY_S if view.generation else FIRST_STANDBY_S, partial(self._stand_by, view))
-        counts = self.partitions.parameters(view)
-        self.journal.record_formed(
-            self.clock.unix(), view, counts, spares, self.collective, self._now.slowest_s, self._now.moved_bytes,
-            self.partitions.replaces(view.shape.stages), self.roster.held_bytes(self.machine.group.owners),
-            self.partitions.slices,
-        )  # fmt: skip
+        self.record.formed(
+            self.clock.unix(),
+            FormedGroup(
+                view,
+                spares,
+                self.collective,
+                params=self.partitions.parameters(view),
+                form_s=self._now.slowest_s,
+                moved_bytes=self._now.moved_bytes,
+                repartitioned=self.partitions.replaces(view.shape.stages),
+                optimizer_bytes=self.roster.held_bytes(self.machine.group.owners),
+                slices=self.partitions.slices,
+            ),
+        )
 
     def _stand_by(self, view: View) -> None:
         """Keep standbys for the members of a view, if it is still the current one."""
@@ -213,8 +223,8 @@ class Formation:
             gives=gives,
             buddy=self.replication.buddy(name),
             copies=self.replication.copying,
-            evaluated=self.journal.evaluated,
-            history=self.journal.history if self.best else {},
+            evaluated=self.record.evaluated,
+            history=self.record.history if self.best else {},
             saved=saved,
             share=share,
             seat=seat,

@@ -10,7 +10,7 @@ from functools import partial
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.event_loop import EventLoop
 from raytrain_plus.controller.group.model_hand_over import ModelHandOver
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.run_record import RunRecord
 
 ASK_S = 0.5
 """Seconds between two questions to a writer."""
@@ -63,7 +63,7 @@ class LastProgress:
     loop: EventLoop
     checkpoints: Checkpoints
     hand_over: ModelHandOver
-    journal: Journal
+    record: RunRecord
 
     def __post_init__(self) -> None:
         self.begin(0.0)
@@ -91,7 +91,7 @@ class LastProgress:
         if now - self._told >= TELL_S:
             self._told = now
             done, of = (sum(one) for one in zip(*amounts.values(), strict=True)) if amounts else (0, 0)
-            self.journal.record_saving(self.hand_over.step, done, of, self._advance.rate(now))
+            self.record.saving(self.hand_over.step, done, of, self._advance.rate(now))
         return self._advance.since
 
     def _ask(self, writers: Sequence[str]) -> None:

@@ -16,7 +16,8 @@ class Losses:
     """Removes workers: from the loop, the pulses and the checkpoints in progress, and then from the group."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, hand_over: ModelHandOver) -> None:
-        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.loop, self.machine = run.loop, run.machine
+        self.record, self.journal = run.record, run.journal
         self.roster, self.pulses, self.clock = run.roster, run.pulses, run.clock
         self.checkpoints, self.hand_over = checkpoints, hand_over
         self.devices = Devices()
@@ -34,9 +35,9 @@ class Losses:
         """
         worker = self.machine.group.workers.get(name)
         if worker is not None:
-            self.journal.record_lost(name, cause)
+            self.record.lost(name, cause)
             if worker.state == "in":
-                self.journal.record_broken(self.clock.unix(), f"{name} was lost: {cause}")
+                self.record.broken(self.clock.unix(), f"{name} was lost: {cause}")
         self._dismiss(name, vacate=vacate, withhold=withhold)
         if self.hand_over.over:
             # If only this worker's share delayed the end, the run ends now, and nothing is computed again.

@@ -47,7 +47,7 @@ class Members:
     """Sends requests to a generation's members, and takes their reports and outcomes."""
 
     def __init__(self, run: Run, checkpoints: Checkpoints, replication: Replication) -> None:
-        self._loop, self._machine, self._journal = run.loop, run.machine, run.journal
+        self._loop, self._machine, self._record = run.loop, run.machine, run.record
         self._pulses, self._clock, self._keep_best = run.pulses, run.clock, run.best
         self._checkpoints, self._replication = checkpoints, replication
         self._now = _Outcomes()
@@ -106,14 +106,14 @@ class Members:
         generation, records = message.generation, message.records
         if stale(self._machine.group, generation, f"a report from {message.worker}"):
             return
-        before = self._journal.committed
+        before = self._record.committed
         for record in records:
             if isinstance(record, Evaluated):
                 check_best(self._keep_best, record.metrics)
-        self._journal.report(message.worker, records)
+        self._record.report(message.worker, records)
         self._replication.settle()
-        if self._journal.committed > before:
-            self._machine.feed(e.Committed(generation, self._journal.committed))
+        if self._record.committed > before:
+            self._machine.feed(e.Committed(generation, self._record.committed))
 
     def _ask_aside(self, name: str, generation: int) -> None:
         if self._machine.group.phase is Phase.LEAVE:
@@ -141,7 +141,7 @@ class Members:
             log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
             said = f"{name}: {outcome.fault}" if outcome.fault else ""
-            self._journal.record_broken(self._clock.unix(), said, follows=outcome.why == "interrupted")
+            self._record.broken(self._clock.unix(), said, follows=outcome.why == "interrupted")
         self._machine.feed(
             e.Left(
                 name,

@@ -168,7 +168,8 @@ class ModelHandOver:
         checkpoints: Checkpoints,
         members: Members,
     ) -> None:
-        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.loop, self.machine = run.loop, run.machine
+        self.record, self.journal = run.record, run.journal
         self.clock, self.partitions, self.best = run.clock, run.partitions, run.best
         self.exporter, self.replication, self.restoring = exporter, replication, restoring
         self.checkpoints, self.members = checkpoints, members
@@ -210,7 +211,7 @@ class ModelHandOver:
     @property
     def stopped_early(self) -> str | None:
         """Why the run ends before its last step, in words; None if it does not."""
-        if self.best is None or (found := verdict(self.best, self.journal.history)).over is None:
+        if self.best is None or (found := verdict(self.best, self.record.history)).over is None:
             return None
         since = "it was first evaluated" if found.best is None else f"step {found.best + 1}"
         return f"{self.best.metric} has not improved since {since}"
@@ -221,15 +222,15 @@ class ModelHandOver:
         self._ends_kept = 0
         self._tries = EXPORT_TRIES
         self._step = command.step
-        if self.journal.opened and command.step < self.journal.committed:
+        if self.journal.opened and command.step < self.record.committed:
             # Nobody holds what was committed, and nothing more will be computed.
-            self.journal.begin_number(self.machine.group.generation)
+            self.record.begin_number(self.machine.group.generation)
             self.restoring.go_back_to(command.step, self.machine.group.generation)
         best = self._best if isinstance(self.best, EarlyStop) else None
         self._exports, self._waits = command.step, best is not None and best < command.step
         if not self._waits:
             self._export(command.donors, command.step)
-        if self.journal.committed >= command.step and not self.checkpoints.busy:
+        if self.record.committed >= command.step and not self.checkpoints.busy:
             # At the same time as the export: a run that is stopped has little time.
             self._keeps_the_end()
 
@@ -333,12 +334,12 @@ class ModelHandOver:
 
     def _handed(self, leads: tuple[Donor, ...]) -> None:
         # The state that these workers alone hold is committed, now that the model is stored.
-        self.journal.regroup(self.clock.unix(), [leads[0][0]], self._step, self.machine.group.generation)
+        self.record.regroup(self.clock.unix(), [leads[0][0]], self._step, self.machine.group.generation)
 
     @property
     def _best(self) -> int | None:
         """The step with the best value so far; None before any."""
-        return None if self.best is None else verdict(self.best, self.journal.history).best
+        return None if self.best is None else verdict(self.best, self.record.history).best
 
     @property
     def _kept(self) -> bool:

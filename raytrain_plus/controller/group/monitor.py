@@ -61,12 +61,12 @@ class Monitor:
         hand_over: ModelHandOver,
         nodes: NodeWatch,
     ) -> None:
-        self.loop, self.machine, self.journal = run.loop, run.machine, run.journal
+        self.loop, self.machine, self.record = run.loop, run.machine, run.record
         self.roster, self.pulses, self.clock = run.roster, run.pulses, run.clock
         self.elastic, self.here = run.job.elastic, run.host.node
         self.formation, self.members, self.losses, self.nodes = formation, members, losses, nodes
         self.checkpoints, self.hand_over = checkpoints, hand_over
-        self.last_progress = LastProgress(run.loop, checkpoints, hand_over, run.journal)
+        self.last_progress = LastProgress(run.loop, checkpoints, hand_over, run.record)
         now = self.clock.now()
         self._phase: tuple[object, float] = (clock_of(self.machine.group), now)
         """What the current phase's clock measures, and since when."""
@@ -99,7 +99,7 @@ class Monitor:
             self.losses.lost(name, what)
         generation = self.machine.group.generation
         if verdict.stuck and self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
-            self.journal.record_broken(self.clock.unix(), "all workers waited for one another")
+            self.record.broken(self.clock.unix(), "all workers waited for one another")
             self.machine.feed(e.Stuck(generation))
         owing = unresponsive(self.pulses.all, holders(self.machine.group), NODE_UNRESPONSIVE_S, now)
         self.nodes.suspect(self.roster.nodes(owing))
@@ -118,7 +118,7 @@ class Monitor:
         if self._stopping_since is None and self.machine.group.phase is not Phase.CLOSE:
             self._stopping_since = self.clock.now()
             if self.machine.group.phase in (Phase.TRAIN, Phase.PAUSE):
-                self.journal.record_wait(f"the end of this step, for at most {self.elastic.stop_grace_s:g} s")
+                self.record.waits(f"the end of this step, for at most {self.elastic.stop_grace_s:g} s")
         self.machine.feed(message)
 
     def drains(self, message: Draining) -> None:
@@ -131,7 +131,7 @@ class Monitor:
             if not hosted:
                 log.warning("node %s will leave; it hosts no worker of this run", node)
                 continue
-            self.journal.will_leave(node, deadline)
+            self.record.will_leave(node, deadline)
             for name in hosted:
                 self.machine.feed(e.Notice(name))
 
@@ -149,9 +149,7 @@ class Monitor:
         if have >= need:
             # All of them have started, and are preparing.
             return
-        self.journal.record_wait(
-            f"{need - have} more of at least {plural(need, 'worker')} (each needs {self.loop.need})"
-        )
+        self.record.waits(f"{need - have} more of at least {plural(need, 'worker')} (each needs {self.loop.need})")
 
     def _ask(self, now: float) -> None:
         """Ask the workers what they do; remind those that should leave, with the addresses published so far."""
@@ -193,9 +191,9 @@ class Monitor:
             self.members.stand_aside()
             return
         if group.phase in (Phase.JOIN, Phase.PAUSE):
-            self.journal.record_broken(self.clock.unix(), f"{group.phase.value} took too long")
+            self.record.broken(self.clock.unix(), f"{group.phase.value} took too long")
         for name in members_in(group) if group.phase is Phase.LEAVE else ():
-            self.journal.record_lost(name, "it did not leave its world in time")
+            self.record.lost(name, "it did not leave its world in time")
         if group.phase is Phase.CLOSE:
             leaves = self._goes_within(LEAVE_BEFORE_S, self._last_writers(), untold=False)
             self.checkpoints.wait_no_longer(

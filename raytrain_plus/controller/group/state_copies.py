@@ -37,7 +37,7 @@ class Replication:
 
     def __init__(self, run: Run) -> None:
         """Begin without copies."""
-        self._loop, self._machine, self._roster, self._journal = run.loop, run.machine, run.roster, run.journal
+        self._loop, self._machine, self._roster, self._record = run.loop, run.machine, run.roster, run.record
         self._overlaps = run.job.parallel.overlaps
         """Whether steps overlap: a loss then takes all members back to where those steps began."""
         self._now: _Copies | None = None
@@ -97,7 +97,7 @@ class Replication:
         if now is None or self._machine.group.phase not in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
             return
         members = [member.worker for member in now.view.members]
-        for step in sorted(step for step in now.sent if step <= self._journal.committed):
+        for step in sorted(step for step in now.sent if step <= self._record.committed):
             told = now.sent[step]
             # A worker whose buddy has changed sends the copy to the new one.
             if any(name not in told or told[name].buddy != now.buddies.get(name, "") for name in members):
@@ -108,7 +108,7 @@ class Replication:
             for seat, name in enumerate(members):
                 for keeper in filter(None, (name, told[name].buddy)):
                     copies[keeper] = (*copies.get(keeper, ()), now.view.shape.stage(seat))
-            self._journal.record_copies(told.values())
+            self._record.copied(told.values())
             self._settle(step, copies)
 
     def check(self, donors: Sequence[Donor], step: int) -> None:

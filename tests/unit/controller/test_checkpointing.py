@@ -83,17 +83,16 @@ class Kept:
         self.told: list[Any] = []
         self.inbox: queue.SimpleQueue[Published] = queue.SimpleQueue()
         self.time = FakeTime()
-        self.journal = SimpleNamespace(
+        journal = SimpleNamespace(settle=lambda: None, check_fence=lambda: None, outages=Outages())
+        self.record = SimpleNamespace(
+            journal=journal,
+            reports=SimpleNamespace(on_our_clock=lambda worker, time: time + (worker == "a") * 100),
             committed=9,
             begin_number=self.begin_number,
-            on_our_clock=lambda worker, time: time + (worker == "a") * 100,
-            record_saving=lambda step, written, total, per_s: None,
-            settle=lambda: None,
-            check_fence=lambda: None,
-            outages=Outages(),
+            saving=lambda step, written, total, per_s: None,
             samples=lambda step: 8 * (step + 1),
             metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
-            record_saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
+            saved=lambda step, took_s, stall_s, name: self.told.append(("journal", step)),
             not_saved=lambda step, why: self.told.append((step, why)),
         )
         plan = SimpleNamespace(
@@ -101,9 +100,9 @@ class Kept:
             data=SimpleNamespace(fingerprint="f", rows=9),
         )
         order: Any = SimpleNamespace(plan=plan, past=None, task_sha256=None, job_yaml="seed: 3\n", versions={"v": "1"})
-        journal: Any = self.journal
+        record: Any = self.record
         run, machine = Claimed(self.run), Machine(self.told)
-        publisher = publisher_of(run, order, journal, self.inbox.put)
+        publisher = publisher_of(run, order, record.journal, self.inbox.put)
         loop = EventLoop(Told(self.told), self.time.clock)
         loop.start("a")
         roster = Roster()
@@ -112,7 +111,7 @@ class Kept:
         partitions = Partitions(job_of(), roster, size_table(job_of()))
         self.machine = machine
         clock = self.time.clock
-        shared = Run(order, run, loop, machine, journal, partitions, roster, clock, FakeHost())
+        shared = Run(order, run, loop, machine, record, partitions, roster, clock, FakeHost())
         self.it = Checkpoints(shared, publisher)
 
     def begin_number(self, generation: int) -> int:
@@ -179,10 +178,10 @@ def test_a_checkpoint_is_made_of_all_shares_and_counts_when_complete(kept: Kept)
     kept.it.make()
     assert (kept.it.busy, kept.it.publishing, kept.it.durable) == (True, False, -1)
     kept.wrote(first, ["a", "b"])
-    kept.journal.committed = 6
+    kept.record.committed = 6
     kept.it.make()
     assert not kept.it.publishing, "its step is not committed yet"
-    kept.journal.committed = 7
+    kept.record.committed = 7
     kept.it.make()
     assert (kept.it.busy, kept.it.publishing) == (True, True)
     kept.hear()

@@ -11,7 +11,7 @@ import pytest
 
 from raytrain_plus.controller.checkpoints import checkpointing
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
-from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
 from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
 from raytrain_plus.membership import events, state_machine
 from raytrain_plus.membership.group_state import Phase
@@ -132,9 +132,9 @@ def without_a_check(patch: pytest.MonkeyPatch) -> None:
 def without_an_event(patch: pytest.MonkeyPatch) -> None:
     def begin_number(self: Any, generation: int) -> int:
         self._base += 1
-        return self.number(generation)
+        return self.of(generation)
 
-    patch.setattr(Journal, "begin_number", begin_number)
+    patch.setattr(GenerationNumbers, "begin", begin_number)
 
 
 def all_at_once(patch: pytest.MonkeyPatch) -> None:
