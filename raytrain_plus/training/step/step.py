@@ -37,7 +37,6 @@ from raytrain_plus.training.exchange.verdict import (
 )
 from raytrain_plus.training.passes.passes import Passes, Shards
 from raytrain_plus.training.update.fault_search import FaultSearch
-from raytrain_plus.training.update.step_sums import GradientNorms
 from raytrain_plus.training.update.train_state import Summed, TrainState
 from raytrain_plus.training.weights.loss_scale import LossScale
 from raytrain_plus.training.weights.scheduler import rates_of
@@ -74,15 +73,6 @@ class _Computed:
     reduce_s: float
     absent: frozenset[str]
     """The parameters held here that got no gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Means:
-    """The gradients of a step."""
-
-    absent: frozenset[str]
-    """See `_Computed`."""
-    norms: GradientNorms
 
 
 class SynchronousSteps:
@@ -151,7 +141,7 @@ class SynchronousSteps:
         # A worker alone knows the weight, as a rule, and then one copy to the host has all that it must know. The means
         # of sums that do not fit their grids are made in vain, and nothing uses them.
         weight = passes.weight if context.world.size == 1 else None
-        means = self._means(weight) if weight else None
+        means = sums.means(weight, passes.exchange_tied) if weight else None
         summed = self._mark()
         sums.read_with([*passes.unread, *([] if means is None else means.norms.unread)])
         totals = sums.totals(passes.metrics, step, context)
@@ -161,7 +151,7 @@ class SynchronousSteps:
             raise TrainingError(f"the weights that the task's loss returned in step {step} sum to 0: {UNDEFINED}")
         reading = sums.read()
         if means is None:
-            means = self._means(totals.weight, settled=reading.settled)
+            means = sums.means(totals.weight, passes.exchange_tied, settled=reading.settled)
             summed = self._mark() if reading.settled else summed
         absent = means.absent
         squares = means.norms.squares() if reading.settled else {}
@@ -181,19 +171,6 @@ class SynchronousSteps:
         # The host has read what was requested before `summed`, so the device is past it.
         reduce_s = start.seconds_to(summed) + time.monotonic() - agreeing
         return _Computed(totals, status, reduce_s, absent)
-
-    def _means(self, weight: float, settled: bool = True) -> _Means:
-        """Turn the sums into gradients, given the weight of all shards, and measure them.
-
-        Sums that are not `settled` are left as they are, and are exchanged with other stages all the same.
-        """
-        sums = self.state.sums
-        if settled:
-            sums.take_means(weight)
-        absent = sums.add_tied(self.passes.exchange_tied, settled, sums.without_gradient())
-        if settled:
-            sums.hand_over()
-        return _Means(absent, sums.norms())
 
     def _half(self, one: _Try, computed: _Computed) -> LossScale | None:
         """Return half the scale of the loss if gradients have overflowed that may not with it."""

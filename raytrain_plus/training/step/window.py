@@ -103,10 +103,9 @@ class OverlappingSteps:
         sums.wait(works, step, context)
         reduce_s = time.monotonic() - start
         totals = sums.totals(self.passes.metrics, step, context)
-        absent = sums.without_gradient()
-        sums.take_means(totals.weight)
-        sums.hand_over()
-        status = SumStatus(True, sums.norms().squares())
+        # No weights are tied.
+        absent, norms = sums.means(totals.weight, lambda own: own)
+        status = SumStatus(True, norms.squares())
         if not status.fit:
             status = replace(status, fault=sums.first_fault(search, self.passes.chunks, step, context))
         refused = why_refused(step, totals.bad_shards, status, searched=True)

@@ -7,7 +7,7 @@ all layers are summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.parallel.gradients import Gradients
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
-from raytrain_plus.training.update.step_sums import GradientNorms, StepSums
+from raytrain_plus.training.update.step_sums import Exchange, GradientNorms, Means, StepSums
 from raytrain_plus.training.weights.first_bucket import Rider
 from raytrain_plus.training.weights.model_part import ModelPart
 from raytrain_plus.training.weights.norms import Norms
@@ -128,9 +128,6 @@ class LayerSums(StepSums):
         """See `StepSums.overflowed`."""
         return [name for exact in self._read for name in exact.overflowed()]
 
-    def take_means(self, weight: float) -> None:
-        """Do nothing: it is done."""
-
     def without_gradient(self) -> frozenset[str]:
         """See `StepSums.without_gradient`."""
         return frozenset(self._absent)
@@ -139,14 +136,9 @@ class LayerSums(StepSums):
         """See `StepSums.flushed`."""
         return self._flushed
 
-    def add_tied(
-        self,
-        exchange: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-        settled: bool,
-        absent: frozenset[str],
-    ) -> frozenset[str]:
-        """See `StepSums.add_tied`."""
-        left = super().add_tied(exchange, settled, absent)
+    def means(self, weight: float, exchange: Exchange, *, settled: bool = True) -> Means:
+        """See `StepSums.means`; all gradients but those of tied weights are handed over and measured already."""
+        left = self._add_tied(exchange, settled, self.without_gradient())
         tied = {name: value.grad for name, value in self._trained if name in self._kept and value.grad is not None}
         if settled and tied:
             self._clamp(tied.values())
@@ -156,11 +148,4 @@ class LayerSums(StepSums):
         for name, value in self._trained:
             if name in self._kept:
                 value.grad = None
-        return left
-
-    def hand_over(self) -> None:
-        """Do nothing: it is done."""
-
-    def norms(self) -> GradientNorms:
-        """See `StepSums.norms`."""
-        return GradientNorms([], [part.buffers for part in self._parts], self._measured)
+        return Means(left, GradientNorms([], [part.buffers for part in self._parts], self._measured))

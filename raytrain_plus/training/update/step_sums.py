@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,17 @@ from raytrain_plus.training.weights.first_bucket import Rider
 from raytrain_plus.training.weights.model_part import ModelPart
 from raytrain_plus.training.weights.norms import Norms
 from raytrain_plus.training.weights.optimized_rows import Trained
+
+Exchange = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+"""Returns the gradients of all tied parameters of the replica, given those held here."""
+
+
+class Means(NamedTuple):
+    """The gradients of a step."""
+
+    absent: frozenset[str]
+    """The parameters held here that got none."""
+    norms: GradientNorms
 
 
 class StepSums:
@@ -146,11 +158,6 @@ class StepSums:
         """Return the parameters whose exact sums are not finite."""
         return [name for part in self._parts for exact in part.gradients.exact for name in exact.overflowed()]
 
-    def take_means(self, weight: float) -> None:
-        """Turn the sums into gradients: divide them by the weight of all shards, and by the loss's factor."""
-        for part in self._parts:
-            part.gradients.take_means(weight * self.loss_factor)
-
     def measure(self, step: int, context: StepContext) -> tuple[dict[str, int], list[str]]:
         """Return the grids that fit this step's values, and the values that are not
         finite, named as squared norms are.
@@ -209,17 +216,29 @@ class StepSums:
         """Return how many values of the sums, other than zero, were sent as zero by any worker."""
         return sum(part.gradients.flushed() for part in self._parts)
 
-    def add_tied(
-        self,
-        exchange: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-        settled: bool,
-        absent: frozenset[str],
-    ) -> frozenset[str]:
+    def means(self, weight: float, exchange: Exchange, *, settled: bool = True) -> Means:
+        """Turn the sums into gradients, hand them to the optimizer, and measure them.
+
+        `weight`: that of all shards. `exchange` returns the gradients of all tied parameters of the replica, given
+        those held here. Sums that are not `settled` are left as they are, and are exchanged with other stages, which
+        wait for them, all the same.
+        """
+        for part in self._parts if settled else ():
+            part.gradients.take_means(weight * self.loss_factor)
+        absent = self._add_tied(exchange, settled, self.without_gradient())
+        trained = [(name, _gradient(value)) for name, value in self._trained]
+        if settled:
+            self._clamp(gradient for _, gradient in trained)
+            if self._rows.keeps_gradients:
+                self._rows.keep_gradients(dict(trained))
+        # Tied parameters count once.
+        measured = [(name, gradient) for name, gradient in trained if name not in self._copies]
+        return Means(absent, GradientNorms(measured, [part.buffers for part in self._parts]))
+
+    def _add_tied(self, exchange: Exchange, settled: bool, absent: frozenset[str]) -> frozenset[str]:
         """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are.
 
-        `exchange` returns the gradients of all tied parameters of the replica, given those held here. Gradients that
-        are not `settled` are exchanged, because the other stages wait for them, and not added. `absent`: see
-        `without_gradient`. Returns those that are still without a gradient.
+        `absent`: see `without_gradient`. Returns those that are still without a gradient.
         """
         if not self._tied:
             return absent
@@ -237,24 +256,10 @@ class StepSums:
             absent = absent.difference(names)
         return absent
 
-    def hand_over(self) -> None:
-        """Clamp the gradients, if their elements are limited, and begin to copy them to the optimizer elsewhere."""
-        if self._clip_value is None and not self._rows.keeps_gradients:
-            return
-        gradients = {name: _gradient(value) for name, value in self._trained}
-        self._clamp(gradients.values())
-        if self._rows.keeps_gradients:
-            self._rows.keep_gradients(gradients)
-
     def _clamp(self, gradients: Iterable[torch.Tensor]) -> None:
         """Clamp the elements of some means; an infinite one becomes NaN, so that its step is refused as ever."""
         if self._clip_value is not None:
             clamp_each(list(gradients), self._clip_value)
-
-    def norms(self) -> GradientNorms:
-        """Measure the norm of each parameter's gradient, tied parameters once, and of the buffers' changes."""
-        trained = [(name, _gradient(value)) for name, value in self._trained if name not in self._copies]
-        return GradientNorms(trained, [part.buffers for part in self._parts])
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""
