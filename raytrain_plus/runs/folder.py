@@ -332,8 +332,8 @@ class Lease:
         token = os.environ.get("RAY_AUTH_MODE") == "token"
         who = {"pid": os.getpid(), "host": socket.gethostname(), **this_process()}
         lease = {"time": time.time(), **who, **self._where, "token": token}
-        # All leases have the same length: pyarrow reads an object's length first, and with a new version in between it
-        # would miss the end, or read past it.
+        # All leases have the same length: on HDFS a file's length is read first, and with a new version in between a
+        # reader would miss the end, or read past it.
         self._run.write(LEASE, [json.dumps(lease).encode().ljust(LEASE_BYTES)])
 
     def release(self) -> None:

@@ -30,6 +30,17 @@ def check_name(name: str) -> str:
     return name
 
 
+def invalid_address(shown: str, why: str) -> InputError:
+    """Return the error for an invalid address of a folder; `shown` is the address without its settings."""
+    return InputError(
+        f"this is not a valid address of a folder{f' ({why})' if why else ''}",
+        where=shown,
+        expected="s3://bucket/path, gs://bucket/path, abfs://container@account.dfs.core.windows.net/path, "
+        "hdfs://host:port/path, or a path",
+        remedy="correct the address",
+    )
+
+
 def is_address(where: str | Path) -> bool:
     """Return whether `where` is an address and not a path."""
     return "://" in str(where)

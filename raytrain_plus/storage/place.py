@@ -234,7 +234,7 @@ def in_parallel(act: Callable[[Item], T], items: Sequence[Item]) -> Iterator[T]:
 def _system(root: str) -> tuple[fs.FileSystem, str]:
     """Return the file system of a whole store, and the store's path in it."""
     # It loads slowly, and most runs do not need it.
-    from raytrain_plus.storage.folders.remote import open_system
+    from raytrain_plus.storage.pyarrow_system import open_system
 
     system, top = open_system(root)
     return system, top.rstrip("/")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -222,8 +223,9 @@ def test_another_job_is_refused_and_its_differences_are_named(run: Folder) -> No
 def test_fresh_moves_aside_and_overwrites_nothing(
     storage: Folder, run: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # All moves happen within one second.
-    monkeypatch.setattr(folder.time, "strftime", lambda *_: "20240101-000000")
+    # All moves happen within one second; the store has its own clock.
+    clock = SimpleNamespace(**{**vars(time), "strftime": lambda *_: "20240101-000000"})
+    monkeypatch.setattr(folder, "time", clock)
     for _ in range(3):
         left_by(run, "failed")
         assert earlier_result(run, JOB, fresh=True) is None

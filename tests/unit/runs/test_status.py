@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from pyarrow import fs
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
@@ -18,8 +18,8 @@ from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import listed, status, what_is_kept
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import name_of
+from raytrain_plus.storage.folders.hdfs import HdfsFolder
 from raytrain_plus.storage.folders.local import Disk, LocalFolder
-from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from tests.support.events import committed, resumed, tell
 from tests.support.states import described, shares, state
@@ -167,10 +167,8 @@ def test_damaged_files_are_input_errors(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_storage_without_exclusive_creation_is_named(bucket: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    monkeypatch.delitem(sys.modules, "raytrain_plus.storage.folders.s3", raising=False)
-    run = open_folder(bucket.inside("bare").address)
+def test_a_storage_without_exclusive_creation_is_named(tmp_path: Path) -> None:
+    run = HdfsFolder(fs.LocalFileSystem(), str(tmp_path / "bare"), "hdfs://host/bare")
     found = status(run)
     assert found.run == "bare"
     assert found.lines()[-1].startswith("  single writer not enforced")

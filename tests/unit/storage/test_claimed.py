@@ -13,6 +13,9 @@ from raytrain_plus.runs.folder import Fence
 from raytrain_plus.storage.folders.claimed import Claim, Claimed
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
+from tests.unit.storage.store import KINDS
+
+everywhere = pytest.mark.parametrize("run", ["local", *KINDS], indirect=True)
 
 
 def held(run: Folder) -> Claimed:
@@ -21,6 +24,7 @@ def held(run: Folder) -> Claimed:
     return made
 
 
+@everywhere
 def test_the_holder_of_the_claim_changes_the_folder(run: Folder) -> None:
     made = held(run)
     made.write("checkpoints/a/b", [b"b"])
@@ -31,6 +35,7 @@ def test_the_holder_of_the_claim_changes_the_folder(run: Folder) -> None:
     assert (made.read("checkpoints/a/b"), made.where, made.exclusive) == (b"b", run.where, run.exclusive)
 
 
+@everywhere
 def test_without_its_claim_a_holder_changes_nothing(run: Folder) -> None:
     made = held(run)
     run.write("kept", [b"kept"])
@@ -47,6 +52,7 @@ def test_without_its_claim_a_holder_changes_nothing(run: Folder) -> None:
     assert set(run.files()) == {"kept"}
 
 
+@everywhere
 def test_a_claim_of_another_run_does_not_count(run: Folder) -> None:
     made = held(run)
     [name] = run.files("claims")
@@ -55,6 +61,7 @@ def test_a_claim_of_another_run_does_not_count(run: Folder) -> None:
         made.write("a", [b"a"])
 
 
+@everywhere
 def test_a_claim_removed_during_a_write_leaves_no_file(run: Folder) -> None:
     made = held(run)
     [claim] = run.files("claims")

@@ -16,6 +16,7 @@ from raytrain_plus.storage.folders.appended import Appended
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import SETTLE_S, Outage, Outages, mount_of, outage_of
+from tests.unit.storage.store import KINDS
 
 
 class Clock:
@@ -130,6 +131,8 @@ def test_a_file_that_grows_follows_its_folder(tmp_path: Path, growing: Appended)
     assert growing.place() is None
 
 
+@pytest.mark.parametrize("run", ["local", *KINDS], indirect=True)
 def test_an_outage_names_the_bucket_or_mount_point(run: Folder) -> None:
     store = outage_of(OSError("said the store"), run)
-    assert store.place == ("s3://contract" if run.path is None else str(mount_of(run.path)))
+    assert run.where.startswith(store.place) if run.path is None else store.place == str(mount_of(run.path))
+    assert not store.place.endswith("/run")
