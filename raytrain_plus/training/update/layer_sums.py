@@ -17,7 +17,7 @@ from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.parallel.gradients import Gradients
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
-from raytrain_plus.training.update.step_sums import Exchange, GradientNorms, Means, StepSums
+from raytrain_plus.training.update.step_sums import ExchangeTied, GradientNorms, MeanGradients, StepSums
 from raytrain_plus.training.weights.first_bucket import Rider
 from raytrain_plus.training.weights.model_part import ModelPart
 from raytrain_plus.training.weights.norms import Norms
@@ -136,7 +136,7 @@ class LayerSums(StepSums):
         """See `StepSums.flushed`."""
         return self._flushed
 
-    def means(self, weight: float, exchange: Exchange, *, settled: bool = True) -> Means:
+    def means(self, weight: float, exchange: ExchangeTied, *, settled: bool = True) -> MeanGradients:
         """See `StepSums.means`; all gradients but those of tied weights are handed over and measured already."""
         left = self._add_tied(exchange, settled, self.without_gradient())
         tied = {name: value.grad for name, value in self._trained if name in self._kept and value.grad is not None}
@@ -148,4 +148,4 @@ class LayerSums(StepSums):
         for name, value in self._trained:
             if name in self._kept:
                 value.grad = None
-        return Means(left, GradientNorms([], [part.buffers for part in self._parts], self._measured))
+        return MeanGradients(left, GradientNorms([], [part.buffers for part in self._parts], self._measured))

@@ -29,11 +29,11 @@ from raytrain_plus.training.weights.model_part import ModelPart
 from raytrain_plus.training.weights.norms import Norms
 from raytrain_plus.training.weights.optimized_rows import Trained
 
-Exchange = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+ExchangeTied = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Returns the gradients of all tied parameters of the replica, given those held here."""
 
 
-class Means(NamedTuple):
+class MeanGradients(NamedTuple):
     """The gradients of a step."""
 
     absent: frozenset[str]
@@ -216,7 +216,7 @@ class StepSums:
         """Return how many values of the sums, other than zero, were sent as zero by any worker."""
         return sum(part.gradients.flushed() for part in self._parts)
 
-    def means(self, weight: float, exchange: Exchange, *, settled: bool = True) -> Means:
+    def means(self, weight: float, exchange: ExchangeTied, *, settled: bool = True) -> MeanGradients:
         """Turn the sums into gradients, hand them to the optimizer, and measure them.
 
         `weight`: that of all shards. `exchange` returns the gradients of all tied parameters of the replica, given
@@ -233,9 +233,9 @@ class StepSums:
                 self._rows.keep_gradients(dict(trained))
         # Tied parameters count once.
         measured = [(name, gradient) for name, gradient in trained if name not in self._copies]
-        return Means(absent, GradientNorms(measured, [part.buffers for part in self._parts]))
+        return MeanGradients(absent, GradientNorms(measured, [part.buffers for part in self._parts]))
 
-    def _add_tied(self, exchange: Exchange, settled: bool, absent: frozenset[str]) -> frozenset[str]:
+    def _add_tied(self, exchange: ExchangeTied, settled: bool, absent: frozenset[str]) -> frozenset[str]:
         """Give tied parameters the sum of their gradients, in the order of names, on whichever stage they are.
 
         `absent`: see `without_gradient`. Returns those that are still without a gradient.
