@@ -113,7 +113,10 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 
 def clamp_each(tensors: Sequence[torch.Tensor], limit: float) -> None:
-    """Clamp each number of some tensors to at most `limit` in magnitude, in place; what is not finite becomes NaN."""
+    """Clamp each number of some tensors to [-limit, limit], in place; what is not finite becomes NaN.
+
+    Of complex numbers both parts are clamped.
+    """
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     while real:
         size, count = 0, 0

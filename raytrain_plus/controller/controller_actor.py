@@ -73,7 +73,7 @@ class Controller:
         An attached run has a `driver`, and this process ends with it.
         """
         job = order.plan.job
-        self._job, self._driver = job, driver
+        self._job = job
         self._over = True
         """Whether the job has not started or has ended."""
         self._ended = threading.Event()
@@ -94,6 +94,9 @@ class Controller:
             host=RayHost(),
             clock=Clock(),
         )
+        if driver is not None and driver.identity:
+            # Here, and not in `run`: a driver that dies before it calls that would leave this process behind.
+            threading.Thread(target=self._end_with, args=(driver,), name="driver", daemon=True).start()
 
     def run(self, detached: bool = False) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made.
@@ -102,8 +105,6 @@ class Controller:
         the end.
         """
         self._over = False
-        if self._driver is not None and self._driver.identity:
-            threading.Thread(target=self._end_with, args=(self._driver,), name="driver", daemon=True).start()
         me = ray.get_runtime_context().current_actor
         try:
             return self._engine.run()
@@ -122,7 +123,7 @@ class Controller:
         self._engine.loop.put(told)
 
     def joined(self, worker: str, generation: int, form_s: float, moved_bytes: int) -> None:
-        """Record that a worker is in its world and has the state: see `Formed`."""
+        """Record that a worker is in its world and has the state: see `InWorld`."""
         self._engine.loop.put(InWorld(worker, generation, form_s, moved_bytes))
 
     def copied(self, sent: Sent) -> None:

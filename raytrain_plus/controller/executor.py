@@ -19,8 +19,8 @@ class Executor:
         self.group, self._first = state_machine.begin(limits, durable)
         self._handlers: Mapping[type[Any], Callable[[Any], None]] = {}
         self._look: Callable[[], None] = lambda: None
-        self._events: deque[e.Event] = deque()
-        """What the machine is to hear yet; not empty while the commands of an event are carried out."""
+        self._waiting: deque[e.Event | None] = deque()
+        """What the machine is to hear yet; the first is being carried out. None stands for the beginning."""
 
     def serve(self, handlers: Mapping[type[Any], Callable[[Any], None]], look: Callable[[], None]) -> None:
         """Carry out commands by these handlers from now on, and `look` at the group after each event."""
@@ -33,8 +33,8 @@ class Executor:
 
     def begin(self) -> None:
         """Carry out the first commands."""
-        for command in self._first:
-            self._do(command)
+        self._waiting.append(None)
+        self._go_on()
 
     def feed(self, event: e.Event) -> None:
         """Give the machine an event, and carry out its commands.
@@ -42,18 +42,22 @@ class Executor:
         An event that arises while a command is carried out waits until all commands of the event before it are: it must
         see the group that these commands make.
         """
-        self._events.append(event)
-        if len(self._events) > 1:
-            return
+        self._waiting.append(event)
+        if len(self._waiting) == 1:
+            self._go_on()
+
+    def _go_on(self) -> None:
         try:
-            while self._events:
-                self.group, commands = state_machine.step(self.group, self._events[0])
+            while self._waiting:
+                event, commands = self._waiting[0], self._first
+                if event is not None:
+                    self.group, commands = state_machine.step(self.group, event)
                 for command in commands:
                     self._do(command)
                 self._look()
-                self._events.popleft()
+                self._waiting.popleft()
         finally:
-            self._events.clear()
+            self._waiting.clear()
 
     def _do(self, command: e.Command) -> None:
         self._handlers[type(command)](command)

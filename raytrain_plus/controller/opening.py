@@ -8,6 +8,7 @@ from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.record.journal import Beginning
 from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.run_order import RunOrder
+from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
 from raytrain_plus.observe.trackers.callbacks import Callbacks, CalledTask
@@ -25,7 +26,8 @@ def open_run(order: RunOrder, run: Claimed, record: RunRecord, host: Host) -> No
         fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
         run.hold(fence.claim)
         relays = start_trackers(plan.job.trackers, run, order.job_yaml, order.environment, plan.roots[0])
-        beginning = Beginning(order.job_yaml, order.versions, order.dataset, host.cluster, host.name)
+        dataset = {**plan.data.describe(), **({} if order.older else {READING: 2})}
+        beginning = Beginning(order.job_yaml, order.versions, dataset, host.cluster, host.name)
         record.open(fence, beginning, relays, callbacks_of(order, run))
         source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
         run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])

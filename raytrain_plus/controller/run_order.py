@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.task_source import whole_digest
@@ -25,8 +24,8 @@ class RunOrder:
     """Whether the folder of an earlier run is moved aside."""
     past: Past | None
     """What the run resumes from; None for a new run."""
-    dataset: Mapping[str, Any]
-    """The description of the data: see `Source.describe`."""
+    older: bool
+    """Whether a version began the run that read rows otherwise: see `READING`."""
     task_modules: Mapping[str, str]
     """The digests of the task's source, by module: see `job.task_source`."""
     callbacks: tuple[str, ...] = ()

@@ -40,7 +40,7 @@ def one_replica(maximum: int | None, minimum: int, pipeline: int) -> Problem:
 
 def tensor(tensor: int, schedule: str, sharded: str, compiles: bool) -> Problem:
     """Return what is wrong with parallel.tensor with these settings."""
-    if tensor == 1:
+    if tensor < 2 or tensor & (tensor - 1):
         return None
     if schedule in ("pipedream", "zero-bubble"):
         what = f"{schedule} does not support tensor slices: its stages interleave passes in orders of their own"
@@ -94,7 +94,7 @@ def holders(
     holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int, tensor: int
 ) -> Problem:
     """Return what is wrong with parallel.holders: there cannot be more than workers that share a state."""
-    width = pipeline * tensor
+    width = max(1, pipeline * tensor)
     most = min((minimum if maximum is None else maximum) // width, shards)
     # With fewer workers than stages there is another problem.
     if sharded == "none" or holders <= most or not most:
@@ -128,7 +128,7 @@ def partition(partition: Sequence[str] | None, pipeline: int, schedule: str) -> 
 
 def microbatches(microbatches: int, batch_size: int, shards: int) -> Problem:
     """Return what is wrong with parallel.microbatches with the rows that a shard gives to a step."""
-    if batch_size % shards or batch_size // shards % microbatches == 0:
+    if min(microbatches, batch_size, shards) < 1 or batch_size % shards or batch_size // shards % microbatches == 0:
         return None
     rows = batch_size // shards
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""

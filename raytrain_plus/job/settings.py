@@ -368,8 +368,8 @@ class Job:
     is compiled whole. Default false. Each shape of a microbatch is compiled once, before the worker joins."""
 
     clip_value: Annotated[float | None, bounds.above_zero, KEPT] = None
-    """Maximum magnitude of each element of the gradient; larger ones are clamped to it, before `clip_norm`. Default
-    None: no clamping."""
+    """Maximum magnitude of each element of the gradient, or of both parts of a complex one; larger ones are clamped to
+    it, before `clip_norm`. Default None: no clamping."""
 
     clip_norm: Annotated[float | None, bounds.above_zero, KEPT] = None
     """Maximum global norm of the gradient; larger gradients are scaled down to it. Default None: no clipping."""
@@ -405,9 +405,10 @@ class Job:
 
     def __post_init__(self) -> None:
         values = dict(flatten(self))
-        wrong = {key: found for key, value in values.items() if (found := check_setting(key, value))}
-        problems = [problem for found in wrong.values() for problem in found]
-        problems += check_values({key: value for key, value in values.items() if key not in wrong})
+        wrong = {key: found for key, value in values.items() if (found := check_type(key, value)) is not None}
+        right = {key: value for key, value in values.items() if key not in wrong}
+        problems = [*wrong.values(), *(problem for pair in right.items() for problem in check_value(*pair))]
+        problems += check_values(right)
         if problems:
             raise JobError(problems)
 
@@ -446,19 +447,23 @@ def setting_of(key: str) -> Setting:
     return settings_of(cls)[name]
 
 
-def check_setting(key: str, value: Any) -> list[InputError]:
-    """Return what is wrong with the value of one setting alone: its type, credentials in it, its bounds."""
+def check_type(key: str, value: Any) -> InputError | None:
+    """Return what is wrong with the type of one setting, or None."""
     setting = setting_of(key)
     if setting.group is not None:
         if value is None and fits(value, setting.hint):
-            return []
+            return None
         first = f"{key}.{next(iter(settings_of(setting.group)))}"
         wrong = _wrong_type(key, value, f"a group of settings, such as {first}")
         if key == "workers" and fits(value, int):
             wrong = InputError(wrong.what, wrong.where, wrong.expected, f"workers={{min: {value}, max: {value}}}")
-        return [wrong]
-    if not fits(value, setting.hint):
-        return [_wrong_type(key, value, spell_type(setting.hint))]
+        return wrong
+    return None if fits(value, setting.hint) else _wrong_type(key, value, spell_type(setting.hint))
+
+
+def check_value(key: str, value: Any) -> list[InputError]:
+    """Return what is wrong with the value of one setting alone, whose type is right: credentials in it, its bounds."""
+    setting = setting_of(key)
     problems = list(credentials_in(value, key))
     if problem := setting.problem(value):
         problems.append(InputError(problem[0], where=key, expected=problem[1], remedy=problem[2]))

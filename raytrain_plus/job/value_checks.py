@@ -8,12 +8,12 @@ from typing import Any
 from raytrain_plus.credentials import REMEDY, credential_in
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import parallel_checks
-from raytrain_plus.job.bounds import one_place
+from raytrain_plus.job.bounds import one_place, step_range
 from raytrain_plus.job.setting_types import Problem
 
 
 def check_values(values: Mapping[str, Any]) -> list[InputError]:
-    """Return what is wrong with settings together, each of which is right alone.
+    """Return what is wrong with settings together, whose types are right; what is wrong with one alone is its own.
 
     `values` maps dotted keys to values; a check is skipped unless all of its settings are in it.
     """
@@ -41,7 +41,7 @@ def credentials_in(value: Any, key: str) -> Iterator[InputError]:
 
 
 def _batch(batch_size: int, shards: int) -> Problem:
-    if batch_size % shards == 0:
+    if min(shards, batch_size) < 1 or batch_size % shards == 0:
         return None
     below = batch_size // shards * shards
     nearest = " or ".join(str(value) for value in (below, below + shards) if value)
@@ -144,7 +144,7 @@ def _one_best(stops: str, better: str, kept: str, best: str) -> Problem:
 
 
 def _profiled_within(profiled: Sequence[int], steps: int | None) -> Problem:
-    if steps is None or profiled[1] <= steps:
+    if steps is None or step_range(profiled) or profiled[1] <= steps:
         return None
     return beyond_the_end(profiled, steps)
 

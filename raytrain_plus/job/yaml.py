@@ -13,7 +13,7 @@ import yaml
 
 from raytrain_plus.errors import InputError, JobError, first_line
 from raytrain_plus.job.setting_types import flatten, settings_of
-from raytrain_plus.job.settings import Job, check_setting
+from raytrain_plus.job.settings import Job, check_type, check_value
 from raytrain_plus.job.value_checks import check_values
 
 MOST_BYTES = 1 << 20
@@ -319,9 +319,11 @@ def _check_level(cls: type, values: Mapping[str, Any], prefix: str, good: dict[s
         elif group is not None and isinstance(values[name], Mapping):
             yield from _check_level(group, values[name], f"{key}.", good)
         else:
-            problems = check_setting(key, values[name])
-            yield from problems
-            if not problems:
+            wrong = check_type(key, values[name])
+            if wrong is not None:
+                yield wrong
+            else:
+                yield from check_value(key, values[name])
                 good[key] = values[name]
 
 

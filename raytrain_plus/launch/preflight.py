@@ -13,7 +13,6 @@ from pathlib import Path
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.of_job import check_profiled, odd_sizes, sample_order_of
 from raytrain_plus.data.prepare import prepared_data
-from raytrain_plus.data.sources.source import READING
 from raytrain_plus.install.horovod_usable import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
@@ -97,7 +96,7 @@ def order_of(
             fresh_rates=fresh_rates,
         ),
         past=past,
-        dataset={**seen.describe(), **({} if older else {READING: 2})},
+        older=older,
         task_modules=sources,
         sizes=sizes,
         callbacks=defined_callbacks(code.task),

@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import InputError, JobError
+from raytrain_plus.job.sameness import Kept, kept_settings
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.result import Result
@@ -138,13 +139,18 @@ def earlier_result(run: Folder, job: Job, fresh: bool, *, resumes: bool = False)
         raise InputError(
             f"the folder has the run of another job; they differ in {', '.join(differing)}",
             where=where,
-            remedy="only args, steps and early_stop may change when a run is resumed; to start over, use run --fresh"
+            remedy=f"only {_may_change()} may change when a run is resumed; to start over, use run --fresh"
             if resumes
             else "move that run aside with --fresh, or choose another name (--set name=...)",
         )
     result = Result.load(run)
     done = result is not None and result.status == "finished" and not {"steps", "early_stop"} & {*job.same_as(begun)}
     return result if done else None
+
+
+def _may_change() -> str:
+    *first, last = (key for key, kept, _ in kept_settings(Job) if kept is Kept.UNLESS_RESUMED)
+    return f"{', '.join(first)} and {last}"
 
 
 def find_run(name: str, storage: str) -> Folder:

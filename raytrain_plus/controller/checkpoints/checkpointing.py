@@ -57,7 +57,7 @@ class Checkpoints:
 
     def __init__(self, run: Run, publisher: Publisher) -> None:
         order, clock = run.order, run.clock
-        self._run, self._order = run.folder, order
+        self._folder, self._order = run.folder, order
         self._record, self._journal = run.record, run.journal
         self._loop, self._machine, self._partitions = run.loop, run.machine, run.partitions
         self._host, self._clock = run.host, clock
@@ -143,7 +143,7 @@ class Checkpoints:
 
         `owners`: the rows whose optimizer's state each of them holds, if that is sharded.
         """
-        holders, claim = self._partitions.holders(stages), self._run.claim
+        holders, claim = self._partitions.holders(stages), self._folder.claim
         limits = self._machine.group.limits
         written = list(senders(limits.rows, limits.row_bytes, owners).values()) if owners else [None] * len(stages)
         lacking = limits.pieces(Stage()) - union(map(limits.held, stages, written))

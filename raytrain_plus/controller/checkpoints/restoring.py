@@ -25,7 +25,7 @@ class Restoring:
     def __init__(self, run: Run, checkpoints: Checkpoints) -> None:
         """Prepare to read checkpoints."""
         self._fresh_rates = run.order.plan.fresh_rates
-        self._run, self._loop, self._machine, self._record = run.folder, run.loop, run.machine, run.record
+        self._folder, self._loop, self._machine, self._record = run.folder, run.loop, run.machine, run.record
         self._checkpoints, self._partitions = checkpoints, run.partitions
         self._past = run.order.past
         """What the run resumes from; None for a new run, and once it is recorded."""
@@ -90,14 +90,14 @@ class Restoring:
 
     def _damaged(self, command: e.Restore, manifest: Manifest, error: DamagedError) -> None:
         try:
-            hidden = error.what == MISSING and not find_checkpoint_fault(self._run, manifest)
+            hidden = error.what == MISSING and not find_checkpoint_fault(self._folder, manifest)
         except OSError as failure:
             self._later(command, failure)
             return
         if hidden:
             raise InputError(
                 f"{command.worker} cannot see the checkpoint {manifest.name}, which the controller sees",
-                where=f"run folder {self._run.where}",
+                where=f"run folder {self._folder.where}",
                 expected="a storage that all nodes share",
             ) from error
         self._checkpoints.drop(manifest)

@@ -99,8 +99,8 @@ class Journal:
         self._outlets.open(self._numbers.now, started, relays, metrics, callbacks, self._before_entries)
 
     @property
-    def number(self) -> int:
-        """The number of the generation that events carry now."""
+    def generation(self) -> int:
+        """The number that events carry now: see `GenerationNumbers`."""
         return self._numbers.now
 
     @property

@@ -103,7 +103,7 @@ class Reports:
             self._journal.note(remark.text)
 
     def _draw(self, step: int, drawing: Drawing) -> None:
-        title = f"step {step + 1}, generation {self._journal.number}"
+        title = f"step {step + 1}, generation {self._journal.generation}"
 
         def draw() -> None:
             self._run.write(PICTURE, [svg(drawing, title).encode()])

@@ -15,7 +15,7 @@ from typing_extensions import override
 from raytrain_plus.data.convert.formats.image_files import CLASSES
 from raytrain_plus.data.convert.parts import content_of
 from raytrain_plus.data.sources.parquet_source import ParquetSource, parquet_source
-from raytrain_plus.data.sources.source import Around, Source, within
+from raytrain_plus.data.sources.source import Around, Source, facts_of, within
 from raytrain_plus.job.setting_types import Format
 
 
@@ -76,7 +76,7 @@ def converted_source(
     """Return the source of what was converted to the files in a folder; `labels`: see `Source`."""
     source = parquet_source(folder)
     both = hashlib.sha256(f"{source.fingerprint}\0{content_of(folder)}".encode()).hexdigest()
-    facts = {**Around.facts_of(source), "named": origin.path, "fingerprint": both}
+    facts = {**facts_of(source), "named": origin.path, "fingerprint": both}
     if labels is not None:
         facts["labels"] = labels
     return ConvertedSource(**facts, source=source, origin=origin)

@@ -52,7 +52,7 @@ class ItemSource(Source):
     """Whether positions are scattered over the dataset."""
     marks: dict[int, str]
     """Item -> SHA-256 of its content."""
-    source: str
+    code_sha256: str
     """SHA-256 of the function's source."""
     run: str
     """Names the run: see `open_dataset`."""
@@ -68,7 +68,7 @@ class ItemSource(Source):
             "path": self.named,
             "dataset": {
                 "length": self.length,
-                "source_sha256": self.source,
+                "source_sha256": self.code_sha256,
                 "marks": {str(at): of for at, of in self.marks.items()},
             },
             "fingerprint": self.fingerprint,
@@ -157,8 +157,8 @@ def item_source(spec: str, roots: Sequence[str | Path], run: str, *, scattered: 
         block *= 2
     whole, left = divmod(length, block)
     unit_rows = (block,) * whole + (left,) * (left > 0)
-    source = source_digest(spec, named)
-    digest = hashlib.sha256(f"{length}\0{block}\0{source}\0{schema}\0".encode())
+    code = source_digest(spec, named)
+    digest = hashlib.sha256(f"{length}\0{block}\0{code}\0{schema}\0".encode())
     for index, content in sorted(marks.items()):
         digest.update(f"{index}\0{content}\0".encode())
     return ItemSource(
@@ -173,7 +173,7 @@ def item_source(spec: str, roots: Sequence[str | Path], run: str, *, scattered: 
         stored=schema,
         scattered=scattered,
         marks=marks,
-        source=source,
+        code_sha256=code,
         run=run,
     )
 

@@ -42,7 +42,7 @@ from raytrain_plus.data.convert.parts import (
 )
 from raytrain_plus.data.sources.converted_source import ConvertedSource
 from raytrain_plus.data.sources.parquet_source import check_unchanged, parquet_source
-from raytrain_plus.data.sources.source import Around, Source
+from raytrain_plus.data.sources.source import Around, Source, facts_of
 from raytrain_plus.data.values.tokens import (
     IDS,
     POSITIONS,
@@ -119,7 +119,7 @@ def packed(
     parts = [source.fingerprint, documents.fingerprint, "" if file is None else file.sha256, str(end)]
     both = "\0".join([*parts, choice] if chosen else parts)
     facts = {
-        **Around.facts_of(source),
+        **facts_of(source),
         "named": documents.named,
         "fingerprint": hashlib.sha256(both.encode()).hexdigest(),
     }

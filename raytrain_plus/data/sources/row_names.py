@@ -12,7 +12,7 @@ NAMED = 8
 def named_rows(data: Source, sample_order: AnyOrder, shard: int, start: int, rows: int) -> str:
     """Return the names of `rows` rows of a shard's own sequence, from position `start` on.
 
-    Rows are counted from 0 in each row group: "rows 4, 17 of a.parquet, row group 0".
+    As their source names them, such as "rows 4, 17 of a.parquet, row group 0", counted from 0.
     """
     said, left = [], NAMED
     for row_range in sample_order.row_ranges_between(shard, start, start + rows):

@@ -121,12 +121,6 @@ class Around(Source):
 
     source: Source
 
-    @classmethod
-    def facts_of(cls, source: Source) -> dict[str, Any]:
-        """Return what is known of the rows of a source, as arguments."""
-        names = ("named", "unit_rows", "unit_bytes", "schema", "fingerprint", "labels")
-        return {name: getattr(source, name) for name in names}
-
     @property
     @override
     def inner(self) -> tuple[Source, ...]:
@@ -158,6 +152,12 @@ class Around(Source):
         return self.source.read_rows(unit, rows, prefix)
 
 
+def facts_of(source: Source) -> dict[str, Any]:
+    """Return what is known of the rows of a source, as arguments of another one."""
+    names = ("named", "unit_rows", "unit_bytes", "schema", "fingerprint", "labels")
+    return {name: getattr(source, name) for name in names}
+
+
 Kind = TypeVar("Kind", bound=Source)
 
 
@@ -182,7 +182,7 @@ def linked_folders(data: Source) -> list[str]:
 
 def check_enough(data: Source, shards: int) -> None:
     """Raise `DataError` if there are fewer rows than shards, in the data or in a source of a mix."""
-    for source in dict.fromkeys((*data.parts, data)):
+    for source in (*(one for one in data.parts if one is not data), data):
         if source.rows < shards:
             raise DataError(
                 f"the data has {source.rows} rows, fewer than data.shards = {shards}",

@@ -12,7 +12,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from raytrain_plus.data.sources.source import Around, Source
+from raytrain_plus.data.sources.source import Around, Source, facts_of
 from raytrain_plus.data.values.tokens import TokenizerFile, tokenizer_file
 
 
@@ -55,4 +55,4 @@ def tokenized(source: Source, path: str | Path | None) -> Source:
         return source
     file = tokenizer_file(path)
     both = hashlib.sha256(f"{source.fingerprint}\0{file.sha256}".encode()).hexdigest()
-    return TokenizedSource(**{**Around.facts_of(source), "fingerprint": both}, source=source, tokenizer=file)
+    return TokenizedSource(**{**facts_of(source), "fingerprint": both}, source=source, tokenizer=file)

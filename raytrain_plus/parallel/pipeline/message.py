@@ -194,6 +194,9 @@ def _block(value: Any, place: Place) -> tuple[list[Any], Any]:
     strides = plain.stride()
     # Send values repeated by a stride of zero only once.
     packed = plain[tuple(slice(None) if stride else slice(1) for stride in strides)].contiguous()
+    if 0 in packed.stride():
+        # Of one value repeated, which counts as contiguous.
+        packed = packed.clone(memory_format=torch.contiguous_format)
     dtype = str(plain.dtype).removeprefix("torch.")
     content = ["tensor", dtype, plain.shape, strides, value.requires_grad]
     return content, packed.reshape(-1).view(torch.uint8).numpy().data

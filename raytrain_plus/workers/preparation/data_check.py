@@ -62,7 +62,8 @@ def same_data(plan: Plan, roots: list[Path], expected: Source) -> Source:
 
 def _converted_alike(seen: Source, expected: ConvertedSource) -> Source:
     found = _checked(seen, expected)
-    return found.read_like(expected) if isinstance(found, ConvertedSource) else found
+    assert isinstance(found, ConvertedSource), "it has the same fingerprint"
+    return found.read_like(expected)
 
 
 def _checked(seen: Kind, expected: Source) -> Kind:

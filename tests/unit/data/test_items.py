@@ -19,9 +19,12 @@ from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources import items as items_module
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.items import BLOCK, ItemSource, changes_of
+from raytrain_plus.data.sources.mixed_source import mixed
 from raytrain_plus.data.sources.row_names import named_rows
-from raytrain_plus.data.sources.source import Source
+from raytrain_plus.data.sources.source import Source, check_enough, facts_of
+from raytrain_plus.data.sources.tokenized_source import TokenizedSource
 from raytrain_plus.data.sources.user_dataset import UserDataset, open_dataset
+from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataChanged, DataError, TaskError
 from tests.support.datasets import seen_again
 
@@ -274,3 +277,12 @@ def test_a_field_without_values_has_the_type_that_hugging_face_declares(root: Pa
     seen = returned_dataset("squares:declared", [root])
     assert seen.schema.field("x").type == "int32"
     assert seen.read_unit(6).column("x").to_pylist() == [None] * 7 + [7]
+
+
+def test_fewer_items_than_shards_are_refused_alone_in_a_mix_and_with_a_tokenizer(root: Path) -> None:
+    seen = returned_dataset("squares:thousand", [root])
+    both, file = mixed([seen, seen]), TokenizerFile("somewhere", "0" * 64)
+    for one in (seen, both, TokenizedSource(**facts_of(both), source=both, tokenizer=file)):
+        check_enough(one, 1000)
+        with pytest.raises(DataError, match=r"the data has 1000 rows, fewer than data\.shards = 1001"):
+            check_enough(one, 1001)

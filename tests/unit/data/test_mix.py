@@ -25,7 +25,7 @@ from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.mixed_source import mixed
 from raytrain_plus.data.sources.parquet_source import check_restored, check_unchanged, parquet_source
 from raytrain_plus.data.sources.row_names import named_rows
-from raytrain_plus.data.sources.source import Around, Source, check_enough
+from raytrain_plus.data.sources.source import Source, check_enough, facts_of
 from raytrain_plus.data.sources.tokenized_source import TokenizedSource
 from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataChanged, DataError
@@ -276,5 +276,5 @@ def test_images_of_other_classes_are_refused(tmp_path: Path, monkeypatch: pytest
 def test_a_tokenizer_is_a_part_of_what_a_mix_is(job: Job) -> None:
     seen = data_of(job)
     file = TokenizerFile("somewhere", "0" * 64)
-    other = TokenizedSource(**Around.facts_of(seen), source=seen, tokenizer=file)
+    other = TokenizedSource(**facts_of(seen), source=seen, tokenizer=file)
     assert differences(other.describe(), seen.describe()) == ["data.tokenizer has another content"]

@@ -485,6 +485,15 @@ def test_a_run_from_before_there_were_stages_had_the_default_schedule(tmp_path: 
     assert given.same_as(yaml.safe_dump(older)) == ["parallel.partition"]
 
 
+def test_what_is_out_of_bounds_is_reported_together_with_what_contradicts(tmp_path: Path) -> None:
+    found = problems(tmp_path, GOOD + "epochs: 0\n" + PIPEDREAM, "clip_norm=0", "data.dataset=nowhere")
+    for said in ("0 is not allowed", "both `steps` and `epochs`", "both `path` and `dataset`", "not support clip_norm"):
+        assert any(said in problem for problem in found), found
+    # Nothing fails because of a value that is none.
+    for key in ("parallel.pipeline", "parallel.tensor", "data.shards", "data.batch_size", "parallel.microbatches"):
+        assert any("0 is n" in problem for problem in problems(tmp_path, GOOD, f"{key}=0"))
+
+
 def test_schedules_with_two_chunks_are_those_of_the_layout() -> None:
     schedules = get_args(Schedule)
     assert {one for one in schedules if len(chunk_stages(one, 2)) == 4} == set(TWO_CHUNKS)

@@ -288,7 +288,7 @@ def test_an_edited_task_of_an_unfinished_or_extended_run_gives_a_warning(
         assert warning in capsys.readouterr().err
 
 
-def test_a_run_of_an_older_version_is_not_marked_as_read_in_the_new_way(
+def test_a_run_of_an_older_version_is_known_by_the_description_of_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "check_resumable", lambda *given: None)
@@ -299,4 +299,4 @@ def test_a_run_of_an_older_version_is_not_marked_as_read_in_the_new_way(
         LocalFolder(tmp_path / "run").write("dataset.json", [json.dumps(marked).encode()])
         order = preflight.order_of(job, roots=[tmp_path])
         assert not isinstance(order, Result)
-        assert order.dataset == marked
+        assert order.older == (READING not in marked)

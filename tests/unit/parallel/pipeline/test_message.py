@@ -181,6 +181,7 @@ def test_tensors_of_every_type_shape_and_layout_pass(dtype: torch.dtype) -> None
         base.transpose(0, 2),
         base[:, ::2],
         base[:, 0, :1].expand(4, 5),
+        torch.zeros(1).expand(4),
         base[1:, 3:],
         torch.zeros(2, 4, 3, 5).to(dtype).to(memory_format=torch.channels_last),
     ]
