@@ -32,6 +32,7 @@ from raytrain_plus.collective.rendezvous import RendezvousServer
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader, without_ids
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import build_task, load_task
@@ -134,7 +135,13 @@ def own(job: Job, task: Task, rank: int, size: int, port: int, warm_up: int) -> 
     rows = RowReader(source=seen, sample_order=sample_order, seed=job.seed, transform=None, block_rows=1024)
     hosted = host_shards(job.data.shards, size)[rank]
     feed = Batches(
-        rows, shards=hosted, first_step=0, microbatches=1, collate=task.collate, cache_mb=1024, make_stream=None
+        rows,
+        shards=hosted,
+        first_step=0,
+        microbatches=1,
+        collate=task.collate,
+        cache=UnitCache(rows, 1024),
+        make_stream=None,
     )
     told: list[Any] = []
     control = Control()

@@ -19,6 +19,7 @@ from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.stream import Stream
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import noisy, write_data
@@ -71,7 +72,7 @@ def test_streamed_batches_are_those_read_directly(
             first_step=2,
             microbatches=2,
             collate=lambda table: table.to_pydict(),
-            cache_mb=cache_mb,
+            cache=UnitCache(rows, cache_mb),
             make_stream=make_stream,
         )
         for make_stream in (None, stream)
@@ -99,6 +100,7 @@ from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.reading.stream import Stream
+from raytrain_plus.data.reading.unit_cache import UnitCache
 ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False,
          object_store_memory=300 << 20)
 seen = parquet_source(sys.argv[1])
@@ -106,7 +108,7 @@ line = SampleOrder(seen.unit_rows, shards=2, batch_size=512, seed=0, epochs=1)
 rows = RowReader(source=seen, sample_order=line, seed=0, transform=None, block_rows=1024)
 stream = functools.partial(Stream, node=ray.get_runtime_context().get_node_id(), roots=[])
 feed = Batches(rows, shards=(0, 1), first_step=0, microbatches=1, collate=lambda t: t.column("x").to_numpy().sum(),
-               cache_mb=0, make_stream=stream)
+               cache=UnitCache(rows, 0), make_stream=stream)
 total = peak = 0
 import time
 with feed:

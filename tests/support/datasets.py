@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from raytrain_plus.data.ledger.ledger import row_ids
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.converted_source import ConvertedSource
 from raytrain_plus.data.sources.parquet_source import ParquetSource
 from raytrain_plus.data.sources.source import Source
@@ -44,7 +45,7 @@ def gather(
         first_step=first,
         microbatches=1,
         collate=to_rows,
-        cache_mb=cache_mb,
+        cache=UnitCache(rows, cache_mb),
         make_stream=make_stream,
     )
     with feed:

@@ -35,6 +35,7 @@ from raytrain_plus.data.reading.microbatches import (
 )
 from raytrain_plus.data.reading.shard_rows import ShardRows
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.reading.unusable import faults_of, joined
 from raytrain_plus.data.sources.parquet_source import on_a_disk
 from raytrain_plus.data.sources.row_names import file_and_row
@@ -55,8 +56,6 @@ WAITED = 0.1
 """The share of their time that steps wait for rows from which on a stream is worth its start."""
 NEVER = -2
 """Less than any number of a read that a stream may have delivered."""
-JOIN_S = 5.0
-"""Maximum seconds to wait for the thread of the replaced `Batches`; a thread stuck in a read is abandoned."""
 
 
 def from_stream(number: int, *, delivered: int, ended: bool, silent_at: int) -> bool:
@@ -91,15 +90,14 @@ class Batches:
         first_step: int,
         microbatches: int,
         collate: Collate,
-        cache_mb: int,
+        cache: UnitCache,
         make_stream: Callable[..., Any] | None,
-        before: Batches | None = None,
         pin: Callable[[Any], Any] | None = None,
     ) -> None:
         """Prepare to read.
 
         `make_stream(rows, groups, whole_units=, expected_rows=)` returns a stream; None reads everything directly.
-        `before` is the closed `Batches` that this replaces: its cached units are reused once its thread has ended.
+        `cache` is that of the closed `Batches` that this replaces, if there is one.
         `pin` puts each batch where a GPU can fetch it, on this thread.
         """
         self._rows = rows
@@ -108,9 +106,7 @@ class Batches:
         self._first_step = first_step
         self._microbatch_rows = microbatch_rows(self._sample_order, microbatches)
         self._collate = collate
-        self._keep_units = rows.fit(cache_mb)
-        self._units: dict[int, pa.Table] = {} if before is None else before.cached_units
-        self._before = before
+        self._cache = cache
         self._pin = pin
         self._make_stream = make_stream
         self._stream: Any = None
@@ -122,7 +118,7 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = self._keep_units and on_a_disk(rows.source)
+        self._near = cache.keeps and on_a_disk(rows.source)
         """Whether units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
@@ -145,7 +141,8 @@ class Batches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A changing group must continue at once, so this does not wait for the thread; the next `Batches` does.
+        # A changing group must continue at once, so this does not wait for the thread; the next one does, in
+        # `UnitCache.begin`.
         self._closing.set()
         # The thread may be waiting for room.
         with self._changed:
@@ -187,15 +184,6 @@ class Batches:
                     found.append(SkippedRow(file, row, why))
         return tuple(found)
 
-    @property
-    def cached_units(self) -> dict[int, pa.Table]:
-        """The units in memory, by number; shared with the `Batches` that replaces this one."""
-        return self._units
-
-    def join(self) -> None:
-        """Wait until the thread has ended, at most `JOIN_S` seconds; for a closed `Batches`."""
-        self._thread.join(JOIN_S)
-
     def more(self) -> None:
         """Let the thread prepare batches to replace those that were taken.
 
@@ -216,10 +204,7 @@ class Batches:
 
     def _run(self) -> None:
         try:
-            if self._before is not None:
-                # Two threads reading at once would read the same units twice.
-                self._before.join()
-                self._before = None
+            self._cache.begin()
             stream_starts = False
             sources = {shard: ShardRows(self._sample_order, shard, self._first_step) for shard in self._shards}
             upcoming = reads(self._sample_order, self._shards, self._first_step)
@@ -310,27 +295,26 @@ class Batches:
 
     def _started_stream(self) -> Any:
         """Return the stream, started; None if there is nothing left to stream."""
-        if self._make_stream is None or self._has_every_unit() or self._closing.is_set():
+        if self._make_stream is None or self._cache.complete or self._closing.is_set():
             return None
         source = self._rows.source
         upcoming = reads(self._sample_order, self._shards, self._first_step)
         wanted: Iterator[Read] = itertools.islice(upcoming, self._next_read, None)
-        if self._keep_units:
-            lacking = frozenset(range(len(source.unit_rows))) - set(self._units)
-            wanted = first_touches(wanted, lacking, len(self._sample_order.source_orders))
+        if self._cache.keeps:
+            wanted = first_touches(wanted, self._cache.lacking, len(self._sample_order.source_orders))
         stream = self._make_stream(
             self._rows,
             grouped(wanted, self._bytes_of),
-            whole_units=self._keep_units,
+            whole_units=self._cache.keeps,
             expected_rows=(lambda read: source.unit_rows[read.row_range.unit])
-            if self._keep_units
+            if self._cache.keeps
             else (lambda read: read.row_range.rows),
         )
         stream.start()
         return stream
 
     def _read(self, read: Read) -> pa.Table:
-        if self._keep_units:
+        if self._cache.keeps:
             return self._rows.cut(self._unit(read), read.row_range)
         stream = self._stream
         if stream is not None and from_stream(
@@ -350,23 +334,21 @@ class Batches:
     def _unit(self, read: Read) -> pa.Table:
         unit = read.row_range.unit
         stream = self._stream
-        if unit not in self._units and stream is not None:
+        units = self._cache.units
+        if unit not in units and stream is not None:
             for arrived, table in stream.take_units().items():
-                self.streamed_reads += arrived not in self._units
-                self._units.setdefault(arrived, table)
-        if unit not in self._units:
+                self.streamed_reads += arrived not in units
+                units.setdefault(arrived, table)
+        if unit not in units:
             self.direct_reads += 1
-            self._units[unit] = self._rows.source.read_unit(unit)
-        if stream is not None and self._has_every_unit():
+            units[unit] = self._rows.source.read_unit(unit)
+        if stream is not None and self._cache.complete:
             self._close_stream()
-        return self._units[unit]
-
-    def _has_every_unit(self) -> bool:
-        return self._keep_units and len(self._units) == len(self._rows.source.unit_rows)
+        return units[unit]
 
     def _bytes_of(self, read: Read) -> float:
         source, row_range = self._rows.source, read.row_range
-        share = 1.0 if self._keep_units else row_range.rows / source.unit_rows[row_range.unit]
+        share = 1.0 if self._cache.keeps else row_range.rows / source.unit_rows[row_range.unit]
         return source.unit_bytes[row_range.unit] * share
 
 

@@ -17,6 +17,7 @@ from raytrain_plus.data.reading.first_rows import first_microbatch
 from raytrain_plus.data.reading.microbatches import Collate, Microbatch, microbatch_rows
 from raytrain_plus.data.reading.reader import Batches, Counts, held_out, held_out_counts
 from raytrain_plus.data.reading.transform_block import RowReader, Transform
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.row_names import named_rows
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.mesh import Stage
@@ -49,6 +50,7 @@ class Feeds:
         self.held_out = None if held_out is None else self._apart(held_out, draws)
         """What reads the held-out data, if the job has any."""
         self._evaluation = None if self.held_out is None else _evaluation(plan.job, self.held_out, collate)
+        self._cache = UnitCache(self.rows, plan.job.data.cache_mb)
         self._last: Batches | None = None
 
     def _apart(self, rows: RowReader, draws: bool) -> RowReader:
@@ -83,9 +85,8 @@ class Feeds:
             first_step=first_step,
             microbatches=job.parallel.microbatches,
             collate=self._collate,
-            cache_mb=job.data.cache_mb,
+            cache=self._cache,
             make_stream=functools.partial(open_stream, node=_node(), roots=plan.roots) if stream else None,
-            before=self._last,
             pin=self._pin,
         )
         return self._last

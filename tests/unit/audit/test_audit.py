@@ -25,6 +25,7 @@ from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles, ledger_t
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
@@ -57,7 +58,13 @@ def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
         feed = Batches(
-            rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=cache_mb, make_stream=None
+            rows,
+            shards=shards,
+            first_step=0,
+            microbatches=1,
+            collate=len,
+            cache=UnitCache(rows, cache_mb),
+            make_stream=None,
         )
         with feed:
             for step in range(rows.sample_order.steps):

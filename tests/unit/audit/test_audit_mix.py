@@ -22,6 +22,7 @@ from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.order.mixed_order import apportioned, pattern_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.errors import InputError
 from tests.support.ledgers import doubled_row, lost_row, lost_step, other_rows, run_of, swapped, write_data
 
@@ -38,7 +39,9 @@ def notes_of(job: Job) -> list[np.ndarray]:
     rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
     made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
     shards = range(job.data.shards)
-    feed = Batches(rows, shards=shards, first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
+    feed = Batches(
+        rows, shards=shards, first_step=0, microbatches=1, collate=len, cache=UnitCache(rows, 0), make_stream=None
+    )
     with feed:
         for step in range(rows.sample_order.steps):
             for shard, batches in feed.get(step, 10).shards.items():

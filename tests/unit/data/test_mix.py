@@ -19,6 +19,7 @@ from raytrain_plus.data.dataset import dataset, training_data
 from raytrain_plus.data.of_job import data_paths, read_factor_of, rows_of, sample_order_of, source_shares
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.alike import check_alike
 from raytrain_plus.data.sources.converted_source import class_names
 from raytrain_plus.data.sources.differences import differences
@@ -106,7 +107,13 @@ def test_streamed_and_direct_rows_of_a_mix_are_the_same(
 def test_steps_of_a_mix_collated_at_once_are_those_of_the_order(job: Job) -> None:
     rows = rows_in(replace(job, steps=60))
     feed = Batches(
-        rows, shards=[0, 2], first_step=0, microbatches=1, collate=Task().collate, cache_mb=0, make_stream=None
+        rows,
+        shards=[0, 2],
+        first_step=0,
+        microbatches=1,
+        collate=Task().collate,
+        cache=UnitCache(rows, 0),
+        make_stream=None,
     )
     sizes = []
     with feed:

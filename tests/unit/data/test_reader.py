@@ -21,6 +21,7 @@ from raytrain_plus.data.reading import reader
 from raytrain_plus.data.reading.microbatches import cut
 from raytrain_plus.data.reading.reader import NEVER, Batches, Counts, from_stream, held_out, held_out_counts
 from raytrain_plus.data.reading.transform_block import RowReader, Transform, without_ids
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import ParquetSource, parquet_source
 from raytrain_plus.errors import DataChanged, TrainingError, WaitExpired
 from tests.support.datasets import ThreadStream, augment, await_stream, gather, noted, to_rows
@@ -118,23 +119,24 @@ def test_no_batch_and_no_next_reader_waits_for_the_start_of_the_stream(folder: P
     rows = rows_of(folder)
     LateStream.may_start.clear()
 
-    def opened(before: Batches | None = None) -> Batches:
+    cache = UnitCache(rows, 0)
+
+    def opened() -> Batches:
         return Batches(
             rows,
             shards=[0],
             first_step=0,
             microbatches=1,
             collate=to_rows,
-            cache_mb=0,
+            cache=cache,
             make_stream=LateStream,
-            before=before,
         )
 
     try:
         with opened() as first:
             for step in range(12):
                 first.get(step, 5)
-        with opened(first) as second:
+        with opened() as second:
             second.get(0, 5)
     finally:
         LateStream.may_start.set()
@@ -243,20 +245,23 @@ def test_an_error_in_the_tasks_code_reaches_the_step(folder: Path, place: str, k
 
     rows = rows_of(folder, transform=fails if place == "transform" else None)
     collate = fails if place == "collate" else to_rows
-    feed = Batches(rows, shards=[0], first_step=0, microbatches=1, collate=collate, cache_mb=0, make_stream=None)
+    feed = Batches(
+        rows, shards=[0], first_step=0, microbatches=1, collate=collate, cache=UnitCache(rows, 0), make_stream=None
+    )
     with feed, pytest.raises(kind, match="label"):
         feed.get(0, 10)
 
 
 def test_a_step_that_never_arrives_names_the_missing_data(folder: Path) -> None:
     gate = threading.Event()
+    rows = rows_of(folder)
     feed = Batches(
-        rows_of(folder),
+        rows,
         shards=[0],
         first_step=0,
         microbatches=1,
         collate=lambda t: gate.wait(5),
-        cache_mb=0,
+        cache=UnitCache(rows, 0),
         make_stream=None,
     )
     with feed:
@@ -269,7 +274,9 @@ def test_microbatches_split_a_shards_rows_and_the_last_takes_the_rest(folder: Pa
     seen = parquet_source(folder)
     sample_order = SampleOrder(seen.unit_rows, shards=2, batch_size=16, seed=0, epochs=1)
     rows = RowReader(source=seen, sample_order=sample_order, seed=0, transform=None, block_rows=8)
-    feed = Batches(rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache_mb=0, make_stream=None)
+    feed = Batches(
+        rows, shards=[0, 1], first_step=0, microbatches=4, collate=to_rows, cache=UnitCache(rows, 0), make_stream=None
+    )
     with feed:
         steps = [feed.get(step, 10).shards[0] for step in range(sample_order.steps)]
     sizes = [[mb.rows for mb in made] for made in steps]
@@ -371,8 +378,8 @@ def test_steps_collated_at_once_are_the_same_as_one_by_one(
     found = []
     for collate in (default, lambda table: default(table)):
         feed = Batches(
-            rows, shards=range(shards), first_step=0, microbatches=microbatches, collate=collate, cache_mb=9,
-            make_stream=None,
+            rows, shards=range(shards), first_step=0, microbatches=microbatches, collate=collate,
+            cache=UnitCache(rows, 9), make_stream=None,
         )  # fmt: skip
         with feed:
             found.append([feed.get(step, 20).shards for step in range(order.steps)])
@@ -391,7 +398,13 @@ def test_of_steps_collated_at_once_the_one_that_cannot_be_is_known(tmp_path: Pat
     order = SampleOrder(seen.unit_rows, shards=1, batch_size=3, seed=0, shuffle="none", epochs=1)
     rows = RowReader(source=seen, sample_order=order, seed=0, transform=None, block_rows=8)
     feed = Batches(
-        rows, shards=(0,), first_step=0, microbatches=1, collate=Task().collate, cache_mb=9, make_stream=None
+        rows,
+        shards=(0,),
+        first_step=0,
+        microbatches=1,
+        collate=Task().collate,
+        cache=UnitCache(rows, 9),
+        make_stream=None,
     )
     with feed:
         for step in range(12):
@@ -411,7 +424,7 @@ def test_counts_know_how_many_rows_the_others_read(folder: Path, microbatches: i
         first_step=0,
         microbatches=microbatches,
         collate=to_rows,
-        cache_mb=0,
+        cache=UnitCache(rows, 0),
         make_stream=None,
     )
     with feed:
@@ -445,7 +458,7 @@ def test_batches_are_pinned_on_the_thread_that_makes_them(folder: Path) -> None:
         first_step=0,
         microbatches=1,
         collate=to_rows,
-        cache_mb=0,
+        cache=UnitCache(rows, 0),
         make_stream=None,
         pin=pin,
     )

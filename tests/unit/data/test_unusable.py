@@ -20,6 +20,7 @@ from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.data.reading.reader import Batches, held_out
 from raytrain_plus.data.reading.stream import _numbered
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.reading.unusable import FAULT, faults_of, is_bare, is_of_rows, joined, judge, usable
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.data.values.row_fault import RowFault
@@ -71,7 +72,7 @@ def taken(rows: RowReader, microbatches: int = 2) -> dict[tuple[int, int], list[
         first_step=0,
         microbatches=microbatches,
         collate=values,
-        cache_mb=0,
+        cache=UnitCache(rows, 0),
         make_stream=None,
     )
     with feed:

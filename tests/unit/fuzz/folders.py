@@ -30,6 +30,7 @@ from raytrain_plus.data.ledger.ledger_files import LedgerFiles
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
@@ -114,7 +115,9 @@ def _write_ledger(run: LocalFolder, job: Job) -> None:
     seen = parquet_source(job.data.path)
     rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=8)
     parts = LedgerFiles(run)
-    feed = Batches(rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache_mb=0, make_stream=None)
+    feed = Batches(
+        rows, shards=range(4), first_step=0, microbatches=1, collate=len, cache=UnitCache(rows, 0), make_stream=None
+    )
     with feed:
         for step in range(rows.sample_order.steps):
             notes = torch.zeros(4).numpy().astype(NOTE)
