@@ -56,6 +56,8 @@ class NcclPeers(SwitchableTransport):
         """The first byte of each link."""
         self._outgoing: dict[int, _Outgoing] = {}
         self._incoming: dict[int, _Incoming] = {}
+        self._forming: Forming
+        """Since `join`."""
 
     def join(self, library: Library) -> Self:
         """Begin to form the links; return this world.

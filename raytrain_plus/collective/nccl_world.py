@@ -32,6 +32,8 @@ class NcclWorld(World):
         self._limit_s = limit_s
         self._interrupted = interrupted
         self._uses: Communicator | None = None
+        self._forming: Forming
+        """Since `join`."""
 
     def join(self, library: Library) -> Self:
         """Begin to join the others; return this world.
