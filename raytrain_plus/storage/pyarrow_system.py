@@ -27,11 +27,11 @@ def open_system(where: str) -> tuple[fs.FileSystem, str]:
             raise invalid_address(shown, str(error).replace(where, shown)) from None
     if system.type_name == "s3":
         limits = {"connect_timeout": CONNECT_TIMEOUT_S, "request_timeout": REQUEST_TIMEOUT_S}
-        system = fs.S3FileSystem(**{**settings_of(system), **limits})
+        system = fs.S3FileSystem(**{**system_settings(system), **limits})
     return system, path
 
 
-def settings_of(system: fs.FileSystem) -> dict[str, Any]:
+def system_settings(system: fs.FileSystem) -> dict[str, Any]:
     """Return the settings of an object store's file system; the region of a bucket on S3 is found if none was given."""
     _, (settings,) = system.__reduce__()
     return {**settings, "region": system.region} if system.type_name == "s3" else settings

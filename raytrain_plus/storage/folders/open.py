@@ -21,7 +21,7 @@ def open_folder(where: str | Path) -> Folder:
     if "://" not in text:
         return LocalFolder(Path(text).absolute())
     # The libraries of remote storage load slowly, and most runs do not need them.
-    from raytrain_plus.storage.pyarrow_system import open_system, settings_of
+    from raytrain_plus.storage.pyarrow_system import open_system, system_settings
 
     system, path = open_system(text)
     if system.type_name == "local":
@@ -36,5 +36,5 @@ def open_folder(where: str | Path) -> Folder:
     from raytrain_plus.storage.folders.objects import ObjectFolder
     from raytrain_plus.storage.folders.store_client import open_store
 
-    place = store_address(system.type_name, "/".join(parts), settings_of(system))
+    place = store_address(system.type_name, "/".join(parts), system_settings(system))
     return ObjectFolder(open_store(place), place.path, text)

@@ -76,12 +76,16 @@ def open_store(place: StoreAddress) -> StoreClient:
         **place.retry,
     }
     timeouts = REQUEST_TIMEOUT_S, PART_TIMEOUT_S
+    # obstore asks Azure's command line only if told to.
+    config = place.config
+    if place.kind == "abfs":
+        config = {**config, "use_azure_cli": is_logged_in_to_azure(os.environ)}
     kinds: dict[str, Any] = {"s3": stores.S3Store, "gcs": stores.GCSStore, "abfs": stores.AzureStore}
 
     def opened(timeout_s: float, **provider: Any) -> Any:
         limits = {**options, "read_timeout": timedelta(seconds=timeout_s)}
         made = kinds[place.kind]
-        return made(place.bucket, config=place.config, client_options=limits, retry_config=retries, **provider)
+        return made(place.bucket, config=config, client_options=limits, retry_config=retries, **provider)
 
     provider = _provider(place)
     try:
@@ -101,8 +105,6 @@ def _provider(place: StoreAddress) -> dict[str, Any]:
         found = aws_credentials(os.environ)
     elif place.kind == "gcs" and "skip_signature" in place.config:
         found = no_credentials
-    elif place.kind == "abfs":
-        place.config["use_azure_cli"] = is_logged_in_to_azure(os.environ)
     return {} if found is None else {"credential_provider": found}
 
 

@@ -82,7 +82,7 @@ def google_credentials() -> Provider | None:
 def is_logged_in_to_azure(environment: Mapping[str, str]) -> bool:
     """Return whether Azure's command line has credentials and the environment has none.
 
-    obstore asks it only if told to; it would ask for the identity of a virtual machine.
+    obstore would ask for the identity of a virtual machine instead.
     """
     if any(_AZURE_SECRETS.fullmatch(name) for name in environment):
         return False

@@ -10,7 +10,7 @@ import pytest
 from raytrain_plus.errors import InputError
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.folders.store_address import StoreAddress, store_address
-from raytrain_plus.storage.pyarrow_system import open_system, settings_of
+from raytrain_plus.storage.pyarrow_system import open_system, system_settings
 
 AZURE = {"account_name": "me", "endpoint": "https://me.blob.core.windows.net"}
 LOCAL = {"account_name": "me", "endpoint": "http://127.0.0.1:10000/me"}
@@ -21,7 +21,7 @@ PLAIN = {"skip_signature": True, "base_url": "http://localhost:4443"}
 
 def named(address: str) -> StoreAddress:
     system, path = open_system(address)
-    return store_address(system.type_name, path.rstrip("/"), settings_of(system))
+    return store_address(system.type_name, path.rstrip("/"), system_settings(system))
 
 
 @pytest.mark.parametrize(
