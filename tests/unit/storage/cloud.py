@@ -18,6 +18,8 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+from tests.support.servers import running
+
 
 @dataclass(frozen=True)
 class Object:
@@ -256,9 +258,5 @@ class Azure(Handler):
 def remembering(bucket: str, speaks: type[Handler]) -> Iterator[Memory]:
     """Yield a server of this bucket."""
     server = Memory(bucket, speaks)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with running(server):
+        yield server

@@ -28,6 +28,7 @@ from typing import IO
 
 import pytest
 
+from tests.support.servers import running
 from tests.unit.storage.cloud import Azure, Google, Quiet, remembering
 
 AZURITE = Path("~/.cache/raytrain-azurite/node_modules/azurite/dist/src/blob/main.js").expanduser()
@@ -48,9 +49,7 @@ def serving(bucket: str) -> Iterator[tuple[str, int]]:
     # serve it.
     app = moto.create_backend_app("s3")
     server = serving.make_server("127.0.0.1", 0, app, threaded=True, request_handler=moto.MotoRequestHandler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    with pytest.MonkeyPatch.context() as patch:
+    with running(server), pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
             patch.setenv(name, os.devnull)
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
@@ -59,9 +58,6 @@ def serving(bucket: str) -> Iterator[tuple[str, int]]:
         host, port = server.server_address
         boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1").create_bucket(Bucket=bucket)
         yield host, port
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
 
 
 @contextmanager
@@ -241,9 +237,5 @@ class Relay(BaseHTTPRequestHandler):
 def relaying(store: tuple[str, int]) -> Iterator[Proxy]:
     """Yield a proxy in front of a store."""
     server = Proxy(store)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join(10)
-    server.server_close()
+    with running(server):
+        yield server

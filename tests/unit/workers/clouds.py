@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from time import gmtime, strftime
 
 from raytrain_plus.workers.machine.spot import Cloud
+from tests.support.servers import running
 
 TOKEN = "AQAAAA-a-token=="
 NAME = "gpu-spot_3"
@@ -117,11 +117,5 @@ def events(*told: dict[str, object]) -> str:
 def speaking(cloud: Cloud) -> Iterator[Service]:
     """Run a service."""
     service = Service(cloud)
-    thread = threading.Thread(target=service.serve_forever, args=(0.01,), daemon=True)
-    thread.start()
-    try:
+    with running(service):
         yield service
-    finally:
-        service.shutdown()
-        service.server_close()
-        thread.join()
