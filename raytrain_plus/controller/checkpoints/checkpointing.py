@@ -171,7 +171,7 @@ class Checkpoints:
         if not stages or cover(group, offers)[1]:
             return False
         # A number that no generation has: the remains of an earlier attempt may exist under the old one.
-        number = self._record.begin_number(group.generation)
+        number = self._record.numbers.begin(group.generation)
         # An event has that number before a checkpoint has it: else events would seem to be missing.
         self._record.saving(step, 0, 0, None)
         self._saving.begin(step, number, list(stages))

@@ -71,7 +71,7 @@ class Restoring:
         checkpoint = read.name if read is not None and read.step == step else None
         fresh = self._fresh_rates and checkpoint is not None
         self._record.go_back(step, generation, checkpoint, made, min(evaluated, step), fresh_rates=fresh)
-        self._checkpoints.go_back(self._record.generation, step)
+        self._checkpoints.go_back(self._record.numbers.now, step)
 
     def _restored(self, command: e.Restore, manifest: Manifest) -> None:
         self._read = manifest

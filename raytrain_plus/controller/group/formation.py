@@ -105,7 +105,7 @@ class Formation:
         self.journal.renew()
         if not command.again:
             self.restoring.go_back_to(command.first_step - 1, view.generation)
-        number = self.record.number(view.generation)
+        number = self.record.numbers.of(view.generation)
         self.checkpoints.formed(number, view.members)
         names = [member.worker for member in view.members]
         self.record.regroup(self.clock.unix(), names, command.first_step - 1, view.generation)

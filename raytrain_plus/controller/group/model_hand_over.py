@@ -224,7 +224,7 @@ class ModelHandOver:
         self._step = command.step
         if self.journal.opened and command.step < self.record.committed:
             # Nobody holds what was committed, and nothing more will be computed.
-            self.record.begin_number(self.machine.group.generation)
+            self.record.numbers.begin(self.machine.group.generation)
             self.restoring.go_back_to(command.step, self.machine.group.generation)
         best = self._best if isinstance(self.best, EarlyStop) else None
         self._exports, self._waits = command.step, best is not None and best < command.step

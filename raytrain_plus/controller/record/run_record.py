@@ -67,12 +67,13 @@ class RunRecord:
         """
         self._run, self._end, self._clock = run, end, clock
         self._batch_size, self._rows = batch_size, rows
-        self._numbers = GenerationNumbers(past.generation + 1)
+        self.numbers = GenerationNumbers(past.generation + 1)
+        """What events, ledger and checkpoints carry."""
         self._totals = Totals(past.recoveries, past.stall_s, past.skipped, past.rows_skipped)
         self.gauges = Gauges(self._totals)
         self._newest = max((found.step for found in past.found if found.manifest is not None), default=-1)
         """The step of the newest complete checkpoint; -1 if there is none."""
-        self.journal = Journal(run, self._numbers, self.gauges, clock, lambda: self._newest)
+        self.journal = Journal(run, self.numbers, self.gauges, clock, lambda: self._newest)
         self.reports = Reports(run, self.journal, self.gauges)
         self._commits: Commits[StepRecord] = Commits(["nobody yet"], first_step=0)
         self._incidents = Incidents()
@@ -87,19 +88,6 @@ class RunRecord:
     ) -> None:
         """Begin writing to the run's folder: see `Journal.open`."""
         self.journal.open(fence, beginning, self.metrics, relays, callbacks)
-
-    @property
-    def generation(self) -> int:
-        """The number that events, ledger and checkpoints carry now: see `GenerationNumbers`."""
-        return self._numbers.now
-
-    def number(self, generation: int) -> int:
-        """Return the number of one of this controller's generations."""
-        return self._numbers.of(generation)
-
-    def begin_number(self, generation: int) -> int:
-        """Begin a new number: see `GenerationNumbers.begin`."""
-        return self._numbers.begin(generation)
 
     @property
     def committed(self) -> int:
@@ -133,7 +121,7 @@ class RunRecord:
         self._incidents.left(now, max(0, self._commits.applied - held))
         self._commit(self._commits.regroup(members, held))
         # What its members commit before all have joined belongs to the new generation too.
-        self._numbers.reach(generation)
+        self.numbers.reach(generation)
 
     def go_back(
         self,
@@ -150,7 +138,7 @@ class RunRecord:
         `checkpoint`: its name; None if a worker still held that state, or if it is the initial one. `fresh_rates`: see
         `Plan`.
         """
-        self._numbers.reach(generation)
+        self.numbers.reach(generation)
         self._incidents.forgot(made - step)
         self._commits = Commits(["nobody yet"], first_step=step + 1)
         self.reports.forget_pending()
@@ -198,7 +186,7 @@ class RunRecord:
     def formed(self, now: float, group: FormedGroup) -> None:
         """Record that all members of a new generation are in their worlds and have the state."""
         view, locations = group.view, self.reports.locations
-        self._numbers.reach(view.generation)
+        self.numbers.reach(view.generation)
         self._waiting = ""
         self.reports.formed(view)
         before, self._members = self._members, tuple(member.worker for member in view.members)
