@@ -88,7 +88,7 @@ class Kept:
             journal=journal,
             reports=SimpleNamespace(on_our_clock=lambda worker, time: time + (worker == "a") * 100),
             committed=9,
-            begin_number=self.begin_number,
+            numbers=SimpleNamespace(begin=self.begin_number),
             saving=lambda step, written, total, per_s: None,
             samples=lambda step: 8 * (step + 1),
             metrics=lambda step: {"loss": 0.5, "bad": float("nan")},
