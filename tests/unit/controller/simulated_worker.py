@@ -319,6 +319,8 @@ class Process:
     member: Member | None = None
     """The last replay of that part."""
     open: tuple[int, int] | None = None
+    settled: set[tuple[Any, ...]] = field(default_factory=set)
+    """The checkpoints that are no longer in progress, as far as it was told."""
     free: bool = True
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     """What its training thread is to do, oldest first."""
