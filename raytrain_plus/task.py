@@ -10,7 +10,7 @@ class Digits(Task):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -206,6 +206,13 @@ class Task:
     def show(self, model: nn.Module) -> str | None:
         """Return a few lines to print at the end of training, such as a sample from the model, or None."""
         return None
+
+    def remarks(self) -> Sequence[str]:
+        """Return sentences that whoever runs the task should know, once its model is built. Default: none.
+
+        `raytrain validate` shows them, and each run once. For tasks that are written for others.
+        """
+        return ()
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Hear of a committed step. Optional, as `on_evaluate` and `on_checkpoint`: by default nothing is called.
