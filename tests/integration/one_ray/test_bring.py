@@ -107,7 +107,7 @@ def test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_
     [said] = [event["text"] for event in run.events("noted") if "trained from new" in event["text"]]
     assert said.startswith(f"{folder} has no weights for bert.pooler")
     to = tmp_path / "exported"
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["export", str(run.folder), "--format", "transformers", "--to", str(to)])
     opened = transformers.AutoModelForSequenceClassification.from_pretrained(to)
     saved = safetensors.torch.load_file(run.folder / "model.safetensors")
