@@ -3,8 +3,6 @@
 Where the optimizer's state is sharded, a worker changes some rows of each weight. Rows [3, 7) of the weight `w` are the
 parameter `w[3:7]`; its optimizer's state is `optim/w[3:7]/<key>`, its average `ema/w[3:7]`. All rows of a weight have
 its plain name. Values without dimensions, such as a step count, belong to each row alike.
-
-In sets of pieces, the rows of a weight have the name `optim/<weight>`.
 """
 
 from __future__ import annotations
@@ -17,9 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from raytrain_plus.membership.pieces import Piece, Pieces
-
-OF_ROWS = "optim/"
-"""How the names of pieces begin that are rows of weights."""
 
 Packed = tuple[str, tuple[int, ...], npt.NDArray[Any]]
 """A tensor's dtype (its torch name), shape and bytes."""
@@ -68,23 +63,15 @@ def weight_of(parameter: str) -> str:
 
 def piece_of(rows: WeightRows, row_counts: int) -> Piece:
     """Return the piece of these rows of a weight that has `row_counts` rows."""
-    return Piece(OF_ROWS + rows.weight, rows.first, row_counts if rows.last is None else rows.last)
+    return Piece(rows.weight, rows.first, row_counts if rows.last is None else rows.last)
 
 
 def rows_of(pieces: Pieces, row_counts: Mapping[str, int]) -> list[WeightRows]:
     """Return the rows of weights in a set of pieces; `row_counts`: how many rows each weight has."""
-    found = []
-    for name, first, last in pieces:
-        weight = name.removeprefix(OF_ROWS)
-        found.append(
-            WeightRows(weight) if (first, last) == (0, row_counts[weight]) else WeightRows(weight, first, last)
-        )
-    return found
-
-
-def only_rows(pieces: Pieces) -> Pieces:
-    """Return those pieces that are rows of weights."""
-    return Pieces.of(piece for piece in pieces if piece.name.startswith(OF_ROWS))
+    return [
+        WeightRows(weight) if (first, last) == (0, row_counts[weight]) else WeightRows(weight, first, last)
+        for weight, first, last in pieces
+    ]
 
 
 def whole_name(tensor: str) -> tuple[str, WeightRows | None]:
@@ -227,8 +214,7 @@ def values_of(
     That name has numbers even if the rows are all of a weight. Those of `masters` go with the rows anyway.
     """
     found = {}
-    for name, first, last in wanted:
-        weight = name.removeprefix(OF_ROWS)
+    for weight, first, last in wanted:
         if weight not in masters and (packed := tensors.get(f"param/{weight}")) is not None:
             dtype, shape, data = packed
             row = data.nbytes // max(1, row_counts[weight])

@@ -17,7 +17,6 @@ from torch import nn
 
 from raytrain_plus.membership.owners import senders
 from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.training.weights.row_allgather import Exchange, Spread
@@ -52,8 +51,7 @@ class GatheredLayer:
         numbered = dict(zip(map(str, range(len(owners))), owners, strict=True))
         self._spreads = []
         for layer in self._layers:
-            named = {OF_ROWS + name for name in layer}
-            rows = Pieces.of(piece for piece in self._trained.rows if piece.name in named)
+            rows = Pieces.of(piece for piece in self._trained.rows if piece.name in layer)
             # Of each layer, all members send about equally much.
             self._spreads.append(Spread(list(senders(rows, row_bytes, numbered).values()), row_counts))
 

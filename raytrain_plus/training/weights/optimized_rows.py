@@ -17,7 +17,7 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies, host_room
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.held import HeldRows
-from raytrain_plus.state.weight_rows import OF_ROWS, WeightRows, rows_of, weight_of
+from raytrain_plus.state.weight_rows import WeightRows, rows_of, weight_of
 from raytrain_plus.torch_compat import copy_each
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -77,7 +77,7 @@ class Trained:
             name: value.dtype for name, value in (masters or {}).items()
         }
         """The dtype in which each weight is changed."""
-        self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.row_counts.items())
+        self.rows = Pieces.of(Piece(name, 0, count) for name, count in self.row_counts.items())
         """All rows of all weights."""
         self.owned = self.rows
         """Those that are changed here."""
@@ -102,8 +102,8 @@ class Trained:
 
     @property
     def row_bytes(self) -> dict[str, int]:
-        """The bytes of a row of each weight, as pieces name them."""
-        return {OF_ROWS + name: value.nbytes // max(1, self.row_counts[name]) for name, value in self.weights}
+        """The bytes of a row of each weight."""
+        return {name: value.nbytes // max(1, self.row_counts[name]) for name, value in self.weights}
 
     @property
     def owned_rows(self) -> HeldRows | None:

@@ -17,7 +17,6 @@ from raytrain_plus.state.weight_rows import (
     Packed,
     WeightRows,
     assemble,
-    only_rows,
     parse_rows,
     put_values,
     restrict,
@@ -68,7 +67,7 @@ def test_the_examples_hold() -> None:
 def test_the_values_of_rows_are_put_into_older_weights() -> None:
     units = {"w": ROWS, "whole": 1}
     new = {"param/w": packed(WHOLE + 100), "param/whole": packed(np.float32(7).reshape(())), "buffer/m": packed(WHOLE)}
-    wanted = Pieces.of([Piece("optim/w", 2, 5), Piece("optim/w", 7, 9), Piece("optim/whole"), Piece("optim/other")])
+    wanted = Pieces.of([Piece("w", 2, 5), Piece("w", 7, 9), Piece("whole"), Piece("other")])
     assert values_of(new, wanted, units, ["w", "whole"]) == {}, "those of masters go with the rows"
     values = values_of(new, wanted, units)
     assert {name: one[1] for name, one in values.items()} == {
@@ -114,7 +113,7 @@ def test_any_rows_are_made_from_any_others(before: list[int], after: list[int], 
 
 
 def test_a_worker_gives_only_the_rows_that_are_wanted() -> None:
-    wanted = Pieces.of([Piece("optim/w", 4, 6)])
+    wanted = Pieces.of([Piece("w", 4, 6)])
     tensors, tree = restrict(*part((2, 8)), wanted, UNITS)
     assert set(tensors) == {"optim/w[4:6]/exp_avg", "optim/w[4:6]/step", "ema/w[4:6]"}
     assert (unpacked(tensors["optim/w[4:6]/exp_avg"]) == WHOLE[4:6]).all()
@@ -139,8 +138,7 @@ def test_an_optimizer_without_a_step_has_nothing_to_give() -> None:
 
 
 def test_pieces_and_rows_name_each_other() -> None:
-    pieces = Pieces.of([Piece("optim/w", 0, 9), Piece("optim/b", 1, 3), Piece("block")])
-    assert rows_of(only_rows(pieces), UNITS) == [WeightRows("b", 1, 3), WeightRows("w")]
+    assert rows_of(Pieces.of([Piece("w", 0, 9), Piece("b", 1, 3)]), UNITS) == [WeightRows("b", 1, 3), WeightRows("w")]
     assert whole_name("optim/block.w[0:2]/exp_avg") == ("optim/block.w/exp_avg", WeightRows("block.w", 0, 2))
     assert whole_name("param/w") == ("param/w", WeightRows("w"))
     assert parse_rows("odd]name[1:x]") == WeightRows("odd]name[1:x]")
