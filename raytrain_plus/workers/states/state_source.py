@@ -21,13 +21,12 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.slice_names import is_slice
 from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.finite import check_finite
-from raytrain_plus.state.held import HeldTensor, held_tensors
-from raytrain_plus.state.holding import saved_model, scale_values
-from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
+from raytrain_plus.state.held import HeldTensor, held_tensors, whole_tensors
+from raytrain_plus.state.holding import row_state, saved_model, scale_values
+from raytrain_plus.state.named import bytes_of, optimizer_state, optimizer_values, state_sha256
 from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
-from raytrain_plus.state.weight_rows import is_sharded
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.states.held_state import OwnState
 from raytrain_plus.workers.states.state_copier import Copier
@@ -147,12 +146,12 @@ class StateSource:
         """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._own.at(step, stage)) is not None:
             self._copied = None
-            return held_tensors(_hashed_tensors(own), own.trained.owned_rows)
+            return _held_by(own)
         if self._copied is None or self._copied[0] != (step, stage):
             found = self._copier.find(step, stage)
             if found is None:
                 raise Interrupted(f"{self._worker} no longer has a copy of {stage} of step {step}")
-            self._copied = (step, stage), held_tensors(hashed(found), None)
+            self._copied = (step, stage), whole_tensors(hashed(found))
         return self._copied[1]
 
 
@@ -178,10 +177,17 @@ def _with_names(entry: StateTensor, others: Mapping[str, tuple[str, ...]]) -> St
 
 def sha256_of(state: TrainState) -> str:
     """Return the hash of a state (see `state.named`), or where it is sharded, of what all workers have of it."""
-    tensors = _hashed_tensors(state)
-    if state.division is not None:
-        tensors = {name: value for name, value in tensors.items() if not is_sharded(name, state.trained.mastered)}
-    return state_sha256(tensors)
+    return state_sha256(_hashed_tensors(state))
+
+
+def _held_by(state: TrainState) -> list[HeldTensor]:
+    """Return the tensors that a state's hash covers, of those that are divided by rows the rows that change here."""
+    tensors, holding = _hashed_tensors(state), state.holding()
+    if holding.layout is None:
+        return whole_tensors(tensors)
+    divided = holding.layout.divided
+    held = whole_tensors({name: value for name, value in tensors.items() if name not in divided})
+    return held + held_tensors(row_state(holding, optimizer_values), state.trained.owned, holding.layout.counts)
 
 
 def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
@@ -191,6 +197,6 @@ def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
 
 
 def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors that the state's hash covers."""
-    optimizer = optimizer_state(state.optimizer, state.named)
+    """Return the tensors that the state's hash covers, without what belongs to rows of weights."""
+    optimizer = optimizer_state(state.optimizer, state.named) if state.division is None else {}
     return {**saved_model(state.holding()), **optimizer, **scale_values(state.counts)}
