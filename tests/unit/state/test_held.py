@@ -51,6 +51,7 @@ def test_what_cannot_be_divided_is_held_whole_or_not_at_all() -> None:
     state = of_rows(whole, {"param/whole": W, "optim/whole/row": W[:, 0]})
     state |= of_rows(none, {"param/none": torch.zeros(0)})
     assert names(held_tensors(state, Pieces.of([whole]), UNITS)) == [("param/whole", 0, 8), ("optim/whole/row", 0, 8)]
+    assert held_tensors(state, Pieces.of([Piece("w", 0, 8)]), UNITS) == []
     [empty] = held_tensors(state, Pieces.of([none]), UNITS)
     assert empty.pieces(8) == [Piece("param/none", 0, 0)]
 

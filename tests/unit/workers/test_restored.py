@@ -112,11 +112,12 @@ class Paired(Task):
 
 ALL = Pieces.of([Piece("w", 0, 8), Piece(BRACKETS, 0, 4)])
 FRONT = Pieces.of([Piece("w", 0, 3), Piece("w", 7, 8), Piece(BRACKETS, 0, 1)])
-OWNERS = {1: [ALL], 2: [FRONT, ALL - FRONT], 3: [FRONT, Pieces.of([Piece("w", 3, 7)]), ALL - FRONT]}
+MIDDLE = Pieces.of([Piece("w", 3, 7)])
+OWNERS = {1: [ALL], 2: [FRONT, ALL - FRONT], 3: [FRONT, MIDDLE, ALL - FRONT - MIDDLE]}
 
 
-def sharded(technique: Technique) -> TrainState:
-    task = Paired()
+def sharded(technique: Technique, task: Task | None = None) -> TrainState:
+    task = task or Paired()
     built = build_model(task, 3, CPU)
     division = divide(task, list(built.module.named_parameters()))
     return TrainState(task, [built], Summing(1), seed=3, technique=technique, division=division)
@@ -126,6 +127,21 @@ def together(states: Sequence[TrainState]) -> str:
     """Return the hash of the state that these workers hold together."""
     parts = [undigested(2, state.holding(), everything) for state in states]
     return state_sha256(hashed(with_rows(parts, list(ALL))))
+
+
+def saved(run: LocalFolder, states: Sequence[TrainState], owners: Sequence[Pieces]) -> Manifest:
+    """Have each worker write its rows, each row and each number once."""
+    written, trees = [], []
+    writers = tuple(range(len(states)))
+    for writer, state, owned in zip(writers, states, owners, strict=True):
+        copies, tree = HostMemory().copy(state.holding(), writer, lambda layer: writers, owned)
+        written.append(write_share(run, name_of(2, 0), writer, len(writers), copies))
+        trees.append(tree)
+    weights = {name: listed for state in states for name, listed in listed_weights(state.holding()).items()}
+    manifest = described(2, 0, written, tree={**whole_tree(trees), "weights": weights})
+    assert sum(file.bytes - file.head for file in manifest.files) == sum(one.bytes for one in manifest.tensors.values())
+    assert len({name for tree in trees for name in tree["optimizer"]}) == sum(len(tree["optimizer"]) for tree in trees)
+    return manifest
 
 
 @pytest.mark.parametrize("after", OWNERS)
@@ -147,14 +163,7 @@ def test_a_weight_may_be_named_like_rows_of_another(
         state.own(owned)
         state.adopt(state.joined([trained.snapshot(rows=owned, with_values=True)]))
     assert together(states) == expected
-    written, trees = [], []
-    for writer, (state, owned) in enumerate(zip(states, OWNERS[before], strict=True)):
-        writers = tuple(range(len(states)))
-        copies, tree = HostMemory().copy(state.holding(), writer, lambda layer, writers=writers: writers, owned)
-        written.append(write_share(run, name_of(2, 0), writer, len(writers), copies))
-        trees.append(tree)
-    weights = {name: listed for state in states for name, listed in listed_weights(state.holding()).items()}
-    manifest = described(2, 0, written, tree={**whole_tree(trees), "weights": weights})
+    manifest = saved(run, states, OWNERS[before])
     states = [sharded(technique) for _ in OWNERS[after]]
     for state, owned in zip(states, OWNERS[after], strict=True):
         load(run, manifest, state, owned)
@@ -163,3 +172,21 @@ def test_a_weight_may_be_named_like_rows_of_another(
     whole = TrainState(Paired(), [build_model(Paired(), 3, CPU)], Summing(1), seed=3, technique=technique)
     load(run, manifest, whole)
     assert state_sha256(hashed(undigested(2, whole.holding(), everything))) == expected
+
+
+class Masked(Paired):
+    """Has a weight that is infinite in part, as a mask may be."""
+
+    def model(self) -> nn.Module:
+        module = Pair()
+        module.w.data[5, 0] = -torch.inf
+        return module
+
+
+def test_rows_may_hold_what_was_infinite_from_the_beginning(tmp_path: Path) -> None:
+    technique = Technique(Precision("bf16-params", CPU), decay=0.9)
+    states = [sharded(technique, Masked()) for _ in OWNERS[2]]
+    manifest = saved(LocalFolder(tmp_path), states, OWNERS[2])
+    for state, owned in zip(states, OWNERS[2], strict=True):
+        load(LocalFolder(tmp_path), manifest, state, owned)
+    assert states[0].allowed == {"param/w", "ema/w"}
