@@ -2,14 +2,15 @@
 
 Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, `ema/<name>`, and for
 tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once. If
-the optimizer's state is sharded, what belongs to rows of weights is kept apart: see `weight_rows`.
+the optimizer's state is sharded, what belongs to rows of weights has keys with the rows beside the name: see
+`weight_rows`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -20,12 +21,9 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state.entry import OF_MODEL, Cut
+from raytrain_plus.state.entry import Cut
 from raytrain_plus.state.json_tree import Json, from_json, to_json
-from raytrain_plus.state.weight_rows import TensorKey, TensorRows
-
-Optimized = Callable[[str, Mapping[str, Any]], Mapping[str, torch.Tensor]]
-"""Names the tensors of an optimizer's state of a weight."""
+from raytrain_plus.state.weight_rows import TensorKey, key_of, name_of
 
 SKIPPED = "skipped"
 """A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
@@ -136,69 +134,54 @@ class Holding:
     """Further names in the model's `state_dict` of tensors that have several -> their names in the state, without the
     kind; both as in the model that is not cut."""
 
+    @property
+    def rows(self) -> Iterable[Piece | None]:
+        """For each of the optimizer's parameters, the rows of a weight that it is; None for each if it is a weight."""
+        return itertools.repeat(None) if self.layout is None else self.layout.rows
 
-def model_state(holding: Holding) -> dict[str, torch.Tensor]:
-    """Return parameters, their averages and buffers by name: the state that exists before any step.
 
-    Without what belongs to rows of weights.
+def model_state(holding: Holding, *, with_values: bool = False) -> dict[TensorKey, torch.Tensor]:
+    """Return parameters, their averages and buffers: the state that exists before any step.
+
+    `with_values`: also the rows held here of weights that are the same on all workers, beside these weights.
     """
-    layout = holding.layout
-    parameters = (*(holding.parameters if layout is None else layout.whole), *holding.frozen)
-    tensors = {f"param/{name}": value.detach() for name, value in parameters}
-    if layout is None:
-        tensors |= {f"ema/{name}": value.detach() for name, value in holding.averages}
+    shared = () if holding.layout is None else holding.layout.whole
+    whole = set[str]() if with_values else {f"param/{name}" for name, _ in shared}
+    trained = _by_rows(holding, "param", holding.parameters)
+    tensors = {key: value for key, value in trained.items() if name_of(key) not in whole}
+    tensors |= {f"param/{name}": value.detach() for name, value in (*shared, *holding.frozen)}
+    tensors |= _by_rows(holding, "ema", holding.averages)
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
 
-def optimizer_tensors(weight: str, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the optimizer's state of a weight."""
-    found: dict[str, torch.Tensor] = {}
-    to_json(dict(state), f"optim/{weight}", found)
-    return found
+def _by_rows(holding: Holding, kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[TensorKey, torch.Tensor]:
+    """Return values of the parameters by their keys, without those that are no rows of their weight."""
+    return {
+        key_of(rows, f"{kind}/{name}"): value.detach()
+        for rows, (name, value) in zip(holding.rows, named, strict=False)
+        if rows is None or rows.first < rows.last
+    }
 
 
-def row_state(holding: Holding, optimized: Optimized = optimizer_tensors) -> dict[TensorRows, torch.Tensor]:
-    """Return what belongs to the rows of weights that change here, their values too; empty if nothing is sharded."""
-    if holding.layout is None:
-        return {}
-    found: dict[TensorRows, torch.Tensor] = {}
-    for kind, named in (("param", holding.parameters), ("ema", holding.averages)):
-        for rows, (name, value) in zip(holding.layout.rows, named, strict=False):
-            if rows.first < rows.last:
-                found[TensorRows(rows, f"{kind}/{name}")] = value.detach()
-    rows_of = {id(value): rows for rows, (_, value) in zip(holding.layout.rows, holding.parameters, strict=True)}
-    for value, state in holding.optimizer.state.items() if holding.optimizer is not None else ():
-        rows = rows_of[id(value)]
-        found |= {TensorRows(rows, tensor): one for tensor, one in optimized(rows.name, state).items()}
-    return found
-
-
-def sharded_state(holding: Holding) -> dict[TensorRows, torch.Tensor]:
-    """Return `row_state` without the values of weights that are the same on all workers."""
-    shared = set[str]() if holding.layout is None else holding.layout.divided
-    return {key: value for key, value in row_state(holding).items() if key.tensor not in shared}
-
-
-def model_tensors(holding: Holding) -> Iterator[tuple[TensorKey, torch.Tensor]]:
-    """Yield the tensors of `model_state`, and what belongs to rows of the model."""
-    yield from model_state(holding).items()
-    yield from ((key, value) for key, value in sharded_state(holding).items() if key.tensor.startswith(OF_MODEL))
+def optimized(holding: Holding) -> Iterator[tuple[Piece | None, str, dict[str, Any]]]:
+    """Yield the optimizer's state of each parameter, with the rows that it is, if any, and its weight."""
+    known = {id(value): (rows, name) for rows, (name, value) in zip(holding.rows, holding.parameters, strict=False)}
+    for parameter, state in holding.optimizer.state.items() if holding.optimizer is not None else ():
+        yield *known[id(parameter)], state
 
 
 def listed_weights(holding: Holding) -> dict[str, bool]:
     """Return the names of the parameters, and whether the optimizer has a state of each."""
-    names = {id(value): name for name, value in holding.parameters}
-    optimized = holding.optimizer.state if holding.optimizer is not None else {}
-    stateful = {names[id(value)] for value, state in optimized.items() if state}
+    stateful = {name for _, name, state in optimized(holding) if state}
     listed = [name for name, _ in (holding.parameters if holding.layout is None else holding.layout.whole)]
     listed += [rows.name for rows in (() if holding.layout is None else holding.layout.rows) if rows.first < rows.last]
     return {name: name in stateful for name in (*listed, *(name for name, _ in holding.frozen))}
 
 
-def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model's `state_dict`, named as in the state. Also valid while a step computes."""
+def saved_model(holding: Holding) -> dict[TensorKey, torch.Tensor]:
+    """Return the tensors of the model's `state_dict`, with the values of rows. Also valid while a step computes."""
     unsaved = {f"buffer/{name}" for name in holding.buffers.keys() - set(holding.persistent)}
-    return {name: value for name, value in model_state(holding).items() if name not in unsaved}
+    return {key: value for key, value in model_state(holding, with_values=True).items() if key not in unsaved}
 
 
 def scale_values(counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -209,16 +192,12 @@ def scale_values(counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
-def describe_state(holding: Holding) -> tuple[dict[TensorKey, torch.Tensor], Json]:
-    """Return the state as live tensors and a JSON tree. Raises `TaskError` for values that JSON cannot hold."""
-    tensors = model_state(holding)
-    tree = _tree(holding, tensors)
-    found: list[tuple[TensorKey, torch.Tensor]] = [*tensors.items(), *sharded_state(holding).items()]
-    return dict(found), tree
+def describe_state(holding: Holding, *, with_values: bool = False) -> tuple[dict[TensorKey, torch.Tensor], Json]:
+    """Return the state as live tensors and a JSON tree; `with_values`: see `model_state`.
 
-
-def _tree(holding: Holding, tensors: dict[str, torch.Tensor]) -> Json:
-    """Return what is not a tensor; add the tensors in it that do not belong to rows of weights."""
+    Raises `TaskError` for values that JSON cannot hold.
+    """
+    tensors, others = model_state(holding, with_values=with_values), dict[str, torch.Tensor]()
     rest = {
         "scales": dict(holding.scales),
         "counts": dict(holding.counts),
@@ -229,24 +208,24 @@ def _tree(holding: Holding, tensors: dict[str, torch.Tensor]) -> Json:
         **({"shared": dict(holding.shared)} if holding.shared else {}),
     }
     if holding.optimizer is None:
-        return {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
+        return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
     names = {id(value): name for name, value in holding.parameters}
-    into = tensors if holding.layout is None else {}
-    optimizer = {
-        names[id(parameter)]: to_json(dict(state), f"optim/{names[id(parameter)]}", into)
-        for parameter, state in holding.optimizer.state.items()
-    }
+    optimizer = {}
+    for rows, name, state in optimized(holding):
+        own: dict[str, torch.Tensor] = {}
+        optimizer[name] = to_json(dict(state), f"optim/{name}", own)
+        tensors |= {key_of(rows, tensor): value for tensor, value in own.items()}
     groups = [
         {
             "parameters": _weights(group, names),
-            "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", tensors),
+            "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", others),
         }
         for number, group in enumerate(holding.optimizer.param_groups)
     ]
     scheduler = None
     if holding.scheduler is not None:
-        scheduler = to_json(holding.scheduler.state_dict(), "scheduler", tensors)
-    return {
+        scheduler = to_json(holding.scheduler.state_dict(), "scheduler", others)
+    return tensors | others, {
         "classes": _classes(holding),
         "optimizer": optimizer,
         "groups": groups,
@@ -326,13 +305,10 @@ def load_tree(tree: Json, holding: Holding, tensor: Callable[[TensorKey, torch.d
 
     def at(device: torch.device, rows: Piece | None = None) -> Callable[[str, bool], torch.Tensor]:
         # A step count stays on the CPU if the optimizer keeps it there.
-        return lambda name, on_cpu: tensor(
-            name if rows is None else TensorRows(rows, name), torch.device("cpu") if on_cpu else device
-        )
+        return lambda name, on_cpu: tensor(key_of(rows, name), torch.device("cpu") if on_cpu else device)
 
     of_weight: dict[str, list[tuple[nn.Parameter, Piece | None]]] = {}
-    layout = itertools.repeat(None) if holding.layout is None else holding.layout.rows
-    for (name, value), rows in zip(holding.parameters, layout, strict=False):
+    for rows, (name, value) in zip(holding.rows, holding.parameters, strict=False):
         of_weight.setdefault(name, []).append((value, rows))
     holding.optimizer.state.clear()
     for name, state in tree["optimizer"].items():

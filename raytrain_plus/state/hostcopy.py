@@ -15,13 +15,14 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.dtypes import DTYPES
 from raytrain_plus.state.held import HeldTensor, held_tensors
-from raytrain_plus.state.holding import Holding, describe_state, row_state
+from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.json_tree import Json
 from raytrain_plus.state.named import bytes_of, dtype_name
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.stored.checkpoint import Copy
 from raytrain_plus.state.stored.shares import MOST_BYTES, share_of
 from raytrain_plus.state.transfer import Array, Snapshot
+from raytrain_plus.state.weight_rows import TensorRows
 
 
 class HostMemory:
@@ -51,14 +52,15 @@ class HostMemory:
         sharded, the rows of weights that it writes, or None for all that it holds; the tree then has the optimizer's
         values of weights whose first rows are among them.
         """
-        described, tree = describe_state(holding)
+        described, tree = describe_state(holding, with_values=True)
         layout = holding.layout
         divided = set[str]() if layout is None else layout.divided
         tensors = {key: value for key, value in described.items() if isinstance(key, str) and key not in divided}
         rows: list[HeldTensor] = []
         if layout is not None:
             written = Pieces.of(layout.rows) if written is None else written
-            rows = held_tensors(row_state(holding), written, layout.counts)
+            of_rows = {key: value for key, value in described.items() if isinstance(key, TensorRows)}
+            rows = held_tensors(of_rows, written, layout.counts)
             first = {name: values for name, values in tree["optimizer"].items() if written.end(name, 0)}
             tree = {**tree, "optimizer": first}
         shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}

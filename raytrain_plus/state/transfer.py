@@ -22,15 +22,13 @@ from raytrain_plus.state.holding import (
     Holding,
     describe_state,
     load_tree,
-    model_tensors,
-    row_state,
+    model_state,
     scale_values,
-    sharded_state,
 )
 from raytrain_plus.state.json_tree import from_json
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
-from raytrain_plus.state.weight_rows import Packed, TensorKey, Tensors, assemble, name_of, put_rows
+from raytrain_plus.state.weight_rows import Packed, TensorKey, TensorRows, Tensors, assemble, name_of, put_rows
 
 Array = npt.NDArray[Any]
 
@@ -63,9 +61,11 @@ def take_rows(step: int, holding: Holding, wanted: Wanted, rows: Pieces, *, with
     `with_values`: with the values of the rows by themselves, which may be newer than those in the weights of other
     workers.
     """
-    described, tree = describe_state(holding)
-    weights, of_rows = set(rows.names), (row_state if with_values else sharded_state)(holding)
-    held: dict[TensorKey, Packed] = {key: _pack(one) for key, one in of_rows.items() if key.rows.name in weights}
+    described, tree = describe_state(holding, with_values=with_values)
+    weights, held = set(rows.names), dict[TensorKey, Packed]()
+    for key, value in described.items():
+        if isinstance(key, TensorRows) and key.rows.name in weights:
+            held[key] = _pack(value)
     tensors = assemble([held], rows)
     tensors |= {key: _pack(one) for key, one in own_tensors(described, wanted).items() if isinstance(key, str)}
     optimizer = {name: values for name, values in tree["optimizer"].items() if name in weights}
@@ -148,7 +148,7 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
 def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
-    targets = dict(model_tensors(holding))
+    targets = model_state(holding)
     given = {key for key in snapshot.tensors if name_of(key).startswith(OF_MODEL)}
     unknown = set(tree["optimizer"]) - dict(holding.parameters).keys()
     differing = sorted(map(str, (given ^ targets.keys()) | unknown))

@@ -36,6 +36,11 @@ TensorKey = str | TensorRows
 Tensors = Mapping[TensorKey, Packed]
 
 
+def key_of(rows: Piece | None, tensor: str) -> TensorKey:
+    """Return the key of a tensor, or of the part of it that belongs to these rows of a weight."""
+    return tensor if rows is None else TensorRows(rows, tensor)
+
+
 def name_of(key: TensorKey) -> str:
     """Return the name that a tensor has where nothing is sharded."""
     return key.tensor if isinstance(key, TensorRows) else key

@@ -75,7 +75,9 @@ def _only_lacks(manifest: Manifest, stored: Mapping[str, StoredTensor], state: T
 def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of each tensor that the model's state has where nothing is sharded."""
     found = {
-        name: (dtype_name(value.dtype), tuple(value.shape)) for name, value in model_state(state.holding()).items()
+        key: (dtype_name(value.dtype), tuple(value.shape))
+        for key, value in model_state(state.holding()).items()
+        if isinstance(key, str)
     }
     for name, value in state.trained.weights:
         dtype = dtype_name(state.trained.dtypes[name])
@@ -87,11 +89,11 @@ def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
 def _read(run: Folder, manifest: Manifest, names: Collection[str], layout: RowLayout | None) -> dict[TensorKey, Packed]:
     """Read these tensors of a checkpoint, of what belongs to rows of weights only those that are changed here."""
     layout = layout or RowLayout((), {}, ())
-    by_weight: dict[str, list[str]] = {}
+    shared, by_weight = layout.divided, dict[str, list[str]]()
     for name in names:
         kind, _, rest = name.partition("/")
         weight = rest.partition("/")[0]
-        if kind in ("param", "ema", "optim") and weight in layout.counts and name not in layout.divided:
+        if kind in ("param", "ema", "optim") and weight in layout.counts and name not in shared:
             by_weight.setdefault(weight, []).append(name)
     of_rows = {name for own in by_weight.values() for name in own}
     whole = read_tensors(run, manifest, dict.fromkeys(name for name in names if name not in of_rows))

@@ -35,7 +35,7 @@ from raytrain_plus.state.holding import (
     SKIPPED,
     Holding,
     RowLayout,
-    model_tensors,
+    model_state,
 )
 from raytrain_plus.state.stages import Wanted, everything
 from raytrain_plus.state.weight_rows import name_of
@@ -127,7 +127,7 @@ class TrainState:
         self._shared = {name: first for part in self.parts for name, first in other_names(part.module).items()}
         self._copies = StateCopies(self.device)
         self._before_first_step()
-        self.allowed |= frozenset(not_finite((name_of(key), one) for key, one in model_tensors(self.holding())))
+        self.allowed |= frozenset(not_finite((name_of(key), one) for key, one in model_state(self.holding()).items()))
 
     def _before_first_step(self) -> None:
         """Set what steps change beside the model and its optimizer, as it is before the first one."""

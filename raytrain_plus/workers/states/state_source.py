@@ -22,11 +22,12 @@ from raytrain_plus.membership.slice_names import is_slice
 from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.finite import check_finite
 from raytrain_plus.state.held import HeldTensor, held_tensors, whole_tensors
-from raytrain_plus.state.holding import row_state, saved_model, scale_values
-from raytrain_plus.state.named import bytes_of, optimizer_state, optimizer_values, state_sha256
+from raytrain_plus.state.holding import optimized, saved_model, scale_values
+from raytrain_plus.state.named import bytes_of, optimizer_values, state_sha256
 from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
+from raytrain_plus.state.weight_rows import TensorKey, TensorRows, key_of
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.states.held_state import OwnState
 from raytrain_plus.workers.states.state_copier import Copier
@@ -177,17 +178,19 @@ def _with_names(entry: StateTensor, others: Mapping[str, tuple[str, ...]]) -> St
 
 def sha256_of(state: TrainState) -> str:
     """Return the hash of a state (see `state.named`), or where it is sharded, of what all workers have of it."""
-    return state_sha256(_hashed_tensors(state))
+    return state_sha256({key: value for key, value in _hashed_tensors(state).items() if isinstance(key, str)})
 
 
 def _held_by(state: TrainState) -> list[HeldTensor]:
     """Return the tensors that a state's hash covers, of those that are divided by rows the rows that change here."""
-    tensors, holding = _hashed_tensors(state), state.holding()
-    if holding.layout is None:
-        return whole_tensors(tensors)
-    divided = holding.layout.divided
-    held = whole_tensors({name: value for name, value in tensors.items() if name not in divided})
-    return held + held_tensors(row_state(holding, optimizer_values), state.trained.owned, holding.layout.counts)
+    tensors, layout = _hashed_tensors(state), state.holding().layout
+    whole = {key: value for key, value in tensors.items() if isinstance(key, str)}
+    if layout is None:
+        return whole_tensors(whole)
+    of_rows = {key: value for key, value in tensors.items() if isinstance(key, TensorRows)}
+    divided = layout.divided
+    alike = {name: value for name, value in whole.items() if name not in divided}
+    return whole_tensors(alike) + held_tensors(of_rows, state.trained.owned, layout.counts)
 
 
 def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
@@ -196,7 +199,10 @@ def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
     return bytes_of(held.slice(piece.first, piece.last).cpu()).numpy()
 
 
-def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return the tensors that the state's hash covers, without what belongs to rows of weights."""
-    optimizer = optimizer_state(state.optimizer, state.named) if state.division is None else {}
-    return {**saved_model(state.holding()), **optimizer, **scale_values(state.counts)}
+def _hashed_tensors(state: TrainState) -> dict[TensorKey, torch.Tensor]:
+    """Return the tensors that the state's hash covers."""
+    holding = state.holding()
+    found = saved_model(holding)
+    for rows, name, values in optimized(holding):
+        found |= {key_of(rows, tensor): value for tensor, value in optimizer_values(name, values).items()}
+    return found | dict(scale_values(state.counts).items())
