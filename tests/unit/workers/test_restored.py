@@ -22,7 +22,7 @@ from raytrain_plus.state.named import state_sha256
 from raytrain_plus.state.stages import everything, whole_tree
 from raytrain_plus.state.stored.checkpoint import write_share
 from raytrain_plus.state.stored.manifest import Manifest, name_of
-from raytrain_plus.state.transfer import hashed, undigested, with_rows
+from raytrain_plus.state.transfer import hashed, part_of, undigested, with_rows
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.model.precision import Precision
@@ -144,6 +144,14 @@ def saved(run: LocalFolder, states: Sequence[TrainState], owners: Sequence[Piece
     return manifest
 
 
+def trained_state(technique: Technique) -> TrainState:
+    state, draw = sharded(technique), torch.Generator().manual_seed(0)
+    steps = whole_steps(state)
+    for step in range(3):
+        steps.run(step, {0: [Microbatch(torch.randn(5, 3, generator=draw), 5)]}, context(SoloWorld()))
+    return state
+
+
 @pytest.mark.parametrize("after", OWNERS)
 @pytest.mark.parametrize("before", OWNERS)
 @pytest.mark.parametrize(
@@ -152,10 +160,7 @@ def saved(run: LocalFolder, states: Sequence[TrainState], owners: Sequence[Piece
 def test_a_weight_may_be_named_like_rows_of_another(
     tmp_path: Path, technique: Technique, before: int, after: int
 ) -> None:
-    run, trained = LocalFolder(tmp_path), sharded(technique)
-    steps, draw = whole_steps(trained), torch.Generator().manual_seed(0)
-    for step in range(3):
-        steps.run(step, {0: [Microbatch(torch.randn(5, 3, generator=draw), 5)]}, context(SoloWorld()))
+    run, trained = LocalFolder(tmp_path), trained_state(technique)
     expected = together([trained])
     # Rows move to other workers, which write them.
     states = [sharded(technique) for _ in OWNERS[before]]
@@ -172,6 +177,18 @@ def test_a_weight_may_be_named_like_rows_of_another(
     whole = TrainState(Paired(), [build_model(Paired(), 3, CPU)], Summing(1), seed=3, technique=technique)
     load(run, manifest, whole)
     assert state_sha256(hashed(undigested(2, whole.holding(), everything))) == expected
+
+
+def test_rows_are_taken_from_a_copy_of_the_whole_state() -> None:
+    trained = trained_state(PLAIN)
+    own, other = HostMemory(), HostMemory()
+    copy = other.keep(own.snapshot(2, trained.holding()))
+    assert state_sha256(hashed(copy)) == together([trained])
+    states = [sharded(PLAIN) for _ in OWNERS[2]]
+    for state, owned in zip(states, OWNERS[2], strict=True):
+        state.own(owned)
+        state.adopt(state.joined([part_of(copy, everything)]))
+    assert together(states) == together([trained])
 
 
 class Masked(Paired):
