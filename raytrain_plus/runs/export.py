@@ -15,8 +15,6 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from raytrain_plus.bring.model_task import Model
-from raytrain_plus.bring.pretrained import write_folder
 from raytrain_plus.data.dataset import both_data, training_data
 from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.reading.transform_block import without_ids
@@ -28,6 +26,7 @@ from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
+from raytrain_plus.runs.pretrained_folder import FromFolder, write_folder
 from raytrain_plus.runs.program import exported, taken
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
@@ -327,7 +326,7 @@ def export_folder(run: Folder, to: Path, roots: Sequence[Path], which: Which = N
     manifest, weights = weights_of(run, which)
     # What it learned from does not matter to it: `Task.run` says how long a run is.
     task, module = _trained(run, job, code, weights, manifest.step + 1)
-    beside = [task.folder] if isinstance(task, Model) and task.folder is not None else []
+    beside = [task.folder] if isinstance(task, FromFolder) and task.folder is not None else []
     tokenizer = None if job.data.tokenizer is None else Path(job.data.tokenizer)
     if tokenizer is not None:
         beside.append(tokenizer if tokenizer.is_dir() else tokenizer.parent)

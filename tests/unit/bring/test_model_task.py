@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 from raytrain_plus.bring import Model
-from raytrain_plus.bring.pretrained import write_folder
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.job.task_loader import build_task
+from raytrain_plus.runs.pretrained_folder import write_folder
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
