@@ -1,0 +1,302 @@
+"""`Trainer` of Transformers, whose `train` is a run that goes on while machines come and go.
+
+from raytrain_plus.bring.transformers import Trainer     # in place of `from transformers import Trainer`
+
+trainer = Trainer(model, args, train_dataset=..., run={"workers": {"min": 1, "max": 4}})
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+import yaml
+from transformers.trainer_callback import (
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
+from transformers.trainer_utils import TrainOutput
+
+from raytrain_plus.bring.arguments import best_metric, best_mode, settings_of_arguments
+from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, write_parcel
+from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.job.settings import Job
+from raytrain_plus.job.yaml import read_job
+from raytrain_plus.launch.runner import run as run_job
+from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.result import Result
+from raytrain_plus.runs.export import load
+from raytrain_plus.storage.folders.open import open_folder
+
+TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
+CALLING = "raytrain_plus.bring.trainer_task:CallingTrainerTask"
+UNCALLED = (
+    "_inner_training_loop",
+    "autocast_smart_context_manager",
+    "compute_loss_context_manager",
+    "evaluation_loop",
+    "get_batch_samples",
+    "get_eval_dataloader",
+    "get_train_dataloader",
+    "training_step",
+)
+"""Methods of Trainer that a run does not call, so that what overrides them would do nothing."""
+UNHEARD = (
+    "on_epoch_begin",
+    "on_epoch_end",
+    "on_init_end",
+    "on_optimizer_step",
+    "on_pre_optimizer_step",
+    "on_predict",
+    "on_prediction_step",
+    "on_step_begin",
+    "on_substep_end",
+    "on_train_begin",
+    "on_train_end",
+)
+"""Events of which callbacks in a run do not hear."""
+_BUILT_IN = (DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback)
+_LEFT = (
+    "_eval_dataloaders",
+    "_memory_tracker",
+    "_run_settings",
+    "accelerator",
+    "callback_handler",
+    "control",
+    "eval_dataset",
+    "gather_function",
+    "lr_scheduler",
+    "model",
+    "model_wrapped",
+    "optimizer",
+    "train_dataset",
+)
+"""What a trainer does not take along to the workers."""
+
+
+class _Elastic:
+    """What replaces `train`, mixed into a trainer of Transformers."""
+
+    def __init__(self, *args: Any, run: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Take the arguments of the trainer, and `run`: settings of a job, such as {"workers": {"min": 1, "max": 4}}.
+
+        They come before those that follow from `TrainingArguments`. `Job` has the list.
+        """
+        super().__init__(*args, **kwargs)
+        self._run_settings = dict(run or {})
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train in a run, and return what Trainer returns; the model has the weights of its end, or the best ones.
+
+        `resume_from_checkpoint`: anything true continues the run in `output_dir` from its newest checkpoint; else an
+        earlier run there is moved aside. Raises `InputError`, before any worker starts, for what a run cannot do, and
+        `RunError` if it fails.
+        """
+        if args or any(value is not None for value in kwargs.values()):
+            given = ", ".join(kwargs) or "more than one argument"
+            raise InputError(f"train({given}) is not offered", where="Trainer.train", expected="resume_from_checkpoint")
+        trainer: Any = self
+        job, parcel = self._job(trainer)
+        result = run_job(job, fresh=not resume_from_checkpoint, roots=[parcel])
+        if result.status == "failed":
+            raise RunError(result.error or "the run failed")
+        _take_back(trainer, result)
+        return _output(trainer, result)
+
+    def _job(self, trainer: Any) -> tuple[Job, Path]:
+        """Return the job of the run, and the folder beside it that the workers read."""
+        _check(trainer)
+        if trainer.train_dataset is None:
+            raise InputError("there is no train_dataset", where="Trainer", remedy="Trainer(..., train_dataset=...)")
+        train, held_out = (_used(trainer, one) for one in (trainer.train_dataset, trainer.eval_dataset))
+        settings = settings_of_arguments(
+            trainer.args, _declared(self._run_settings), _length(train), held_out is not None
+        )
+        storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
+        parcel = storage / f"{name}.trainer"
+        if trainer.model_init is None:
+            # The workers have the devices.
+            trainer.model.cpu()
+        module = write_parcel(
+            parcel,
+            trainer,
+            None if trainer.model_init is not None else trainer.model,
+            train,
+            held_out if "evaluate" in settings else None,
+        )
+        settings["data"]["dataset"] = f"{module}:{TRAIN}"
+        if "evaluate" in settings:
+            settings["evaluate"]["dataset"] = f"{module}:{HELD_OUT}"
+        if (stops := _early_stop(trainer)) is not None:
+            settings["early_stop"] = stops
+            # It keeps the best state as well.
+            settings["checkpoint"].pop("keep_best", None)
+        settings |= {
+            "task": CALLING if _callbacks(trainer) else TASK,
+            "args": {"folder": str(parcel)},
+            "storage": str(storage),
+        }
+        text = yaml.safe_dump(_with(settings, self._run_settings))
+        return read_job(text, "Trainer(run=...)", name), parcel
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what the workers need: everything that the constructor and the class keep, without model and data."""
+        state = {name: value for name, value in vars(self).items() if name not in _LEFT}
+        return {**state, "callbacks_called": _callbacks(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take it, and find the devices of this machine."""
+        vars(self).update(state | dict.fromkeys(_LEFT))
+        # A cached property: the device of the machine where the trainer was made.
+        vars(state["args"]).pop("_setup_devices", None)
+        trainer: Any = self
+        # Before the accelerator is made: looking for the device sets its state back.
+        _ = trainer.args.device
+        trainer.create_accelerator_and_postprocess()
+
+
+class Trainer(_Elastic, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer`, whose `train` is a run."""
+
+
+class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """`transformers.Seq2SeqTrainer`, whose `train` is a run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """See `_Elastic`; also what `evaluate` passes to `generate`."""
+        args = self.args
+        given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
+        return {
+            **super().__getstate__(),
+            "_gen_kwargs": {name: value for name, value in given.items() if value is not None},
+        }
+
+
+def _check(trainer: Any) -> None:
+    """Raise `InputError` for what a run would not call, or cannot have."""
+    plain = transformers.Seq2SeqTrainer if isinstance(trainer, transformers.Seq2SeqTrainer) else transformers.Trainer
+    for name in UNCALLED:
+        if getattr(type(trainer), name, None) is not getattr(plain, name, None):
+            raise InputError(
+                f"{type(trainer).__name__} overrides {name}, which a run does not call",
+                where="Trainer",
+                remedy="override compute_loss, prediction_step, create_optimizer or create_scheduler, or write a Task",
+            )
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise InputError(
+            "optimizers=(optimizer, scheduler) are of the model in this process, and workers have models of their own",
+            where="Trainer",
+            remedy="give optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
+        )
+    if isinstance(trainer.eval_dataset, Mapping):
+        raise InputError(
+            "a dict of held-out datasets is not offered", where="Trainer(eval_dataset=...)", expected="one dataset"
+        )
+    for callback in _callbacks(trainer):
+        for name in UNHEARD:
+            if getattr(type(callback), name) is not getattr(TrainerCallback, name):
+                raise InputError(
+                    f"the callback {type(callback).__name__} defines {name}, which a run does not call",
+                    where="Trainer(callbacks=...)",
+                    expected="on_step_end, on_log, on_evaluate, on_save",
+                )
+
+
+def _callbacks(trainer: Any) -> list[Any]:
+    """Return the user's own callbacks; what those of Transformers do, a run does itself."""
+    return [
+        one
+        for one in trainer.callback_handler.callbacks
+        if not isinstance(one, _BUILT_IN) and not type(one).__module__.startswith("transformers.integrations")
+    ]
+
+
+def _used(trainer: Any, dataset: Any) -> Any:
+    """Return a dataset of Hugging Face with the columns that the model takes; others as they are."""
+    columns = hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")
+    return trainer._remove_unused_columns(dataset) if columns else dataset
+
+
+def _early_stop(trainer: Any) -> dict[str, Any] | None:
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, EarlyStoppingCallback)]
+    if not found:
+        return None
+    if found[0].early_stopping_threshold:
+        raise InputError(
+            "EarlyStoppingCallback(early_stopping_threshold=...) is not offered",
+            where="Trainer(callbacks=...)",
+            remedy="early_stopping_patience alone",
+        )
+    args = trainer.args
+    return {"metric": best_metric(args), "mode": best_mode(args), "patience": found[0].early_stopping_patience}
+
+
+def _declared(settings: Mapping[str, Any]) -> int:
+    """Return the largest number of workers, of which the batch is made."""
+    workers = settings.get("workers", {})
+    return int(workers.get("max") or workers.get("min") or 1)
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
+
+
+def _with(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with others in their place, group by group."""
+    groups = {key: _with(settings[key], value) for key, value in given.items() if _both(settings.get(key), value)}
+    length = {"steps", "epochs"} & given.keys()
+    kept = {key: value for key, value in settings.items() if not (length and key in ("steps", "epochs"))}
+    return {**kept, **given, **groups}
+
+
+def _both(one: Any, other: Any) -> bool:
+    return isinstance(one, Mapping) and isinstance(other, Mapping)
+
+
+def _take_back(trainer: Any, result: Result) -> None:
+    """Give the trainer's model the weights of the run."""
+    if trainer.model_init is not None:
+        trainer.model = trainer.model_wrapped = trainer.call_model_init()
+    best = trainer.args.load_best_model_at_end and result.status == "finished"
+    load(result.path, trainer.model, best=best)
+    if trainer.place_model_on_device:
+        trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+
+def _output(trainer: Any, result: Result) -> TrainOutput:
+    """Write down what the run reported as Trainer does, and return its last words."""
+    log, losses = list[dict[str, Any]](), list[float]()
+    state, every = trainer.state, max(1, int(trainer.args.logging_steps))
+    since = list[float]()
+    for event in read_events(open_folder(result.path)):
+        if event["kind"] == "step_committed":
+            losses.append(float(event["loss"]))
+            since.append(losses[-1])
+            if (event["step"] + 1) % every == 0:
+                rate = event.get("lr")
+                entry: dict[str, Any] = {"loss": sum(since) / len(since), "grad_norm": float(event["grad_norm"])}
+                entry |= {"learning_rate": rate[0] if isinstance(rate, list) else rate}
+                log.append({**entry, "epoch": event["epoch"], "step": event["step"] + 1})
+                since.clear()
+        elif event["kind"] == "evaluated" and event["step"] >= 0:
+            log.append({**{name: float(value) for name, value in event["metrics"].items()}, "step": event["step"] + 1})
+    state.global_step, state.max_steps = result.steps, result.steps
+    state.log_history = log
+    loss = sum(losses) / len(losses) if losses else 0.0
+    metrics = {
+        "train_runtime": result.seconds,
+        "train_samples_per_second": result.samples / result.seconds if result.seconds else 0.0,
+        "train_steps_per_second": result.steps / result.seconds if result.seconds else 0.0,
+        "train_loss": loss,
+    }
+    log.append({**metrics, "step": result.steps})
+    return TrainOutput(result.steps, loss, metrics)

@@ -1,0 +1,165 @@
+"""A Trainer script with one changed import: Trainer's own numbers, one hash on any workers, through a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import TrainingArguments
+
+from raytrain_plus.audit.audit import audit
+from raytrain_plus.bring.transformers import Trainer
+from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.result import Result
+from raytrain_plus.storage.folders.local import LocalFolder
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
+
+STEPS, SHARDS, MICROBATCH = 16, 3, 4
+PER_SHARD = STEPS * MICROBATCH
+
+
+class Words(Dataset[dict[str, Any]]):
+    """Rows of uneven lengths, in an order of their own."""
+
+    def __init__(self, order: list[int]) -> None:
+        draw = torch.Generator().manual_seed(1)
+        self.rows = [torch.randint(4, 64, (3 + n % 9,), generator=draw).tolist() for n in range(len(order))]
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self.rows[self.order[index]]
+        return {"input_ids": ids, "label": sum(ids) % 2}
+
+
+def padded(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(one["input_ids"]) for one in features)
+    ids = [one["input_ids"] + [0] * (longest - len(one["input_ids"])) for one in features]
+    mask = [[1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"])) for one in features]
+    labels = [one["label"] for one in features]
+    return {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": torch.tensor(mask),
+        "labels": torch.tensor(labels),
+    }
+
+
+def accuracy(given: Any) -> dict[str, float]:
+    return {"accuracy": float(np.mean(given.predictions.argmax(-1) == given.label_ids))}
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def trainer(cls: Any, out: Path, order: list[int], batch: int, **given: Any) -> Any:
+    args = TrainingArguments(
+        output_dir=str(out),
+        per_device_train_batch_size=batch,
+        max_steps=STEPS,
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        warmup_steps=3,
+        train_sampling_strategy="sequential",
+        eval_strategy="steps",
+        eval_steps=8,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    held_out = Words(list(range(50)))
+    return cls(
+        model(),
+        args,
+        data_collator=padded,
+        train_dataset=Words(order),
+        eval_dataset=held_out,
+        compute_metrics=accuracy,
+        **given,
+    )
+
+
+def kill_one(folder: Path, killed: list[int]) -> None:
+    """Kill a member of the run once it has made a few steps."""
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline and not killed:
+        events = list(read_events(LocalFolder(folder))) if (folder / "events.ndjson").exists() else []
+        steps = [event["step"] for event in events if event["kind"] == "step_committed"]
+        if steps and steps[-1] >= 3:
+            views = [event for event in events if event["kind"] == "view_formed"]
+            killed.append(views[-1]["members"][-1]["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+        time.sleep(0.005)
+
+
+def logged(made: Any, *names: str) -> list[float]:
+    return [entry[name] for entry in made.state.log_history for name in names if name in entry]
+
+
+def test_a_script_with_one_changed_import_gives_trainers_own_numbers_through_a_death(tmp_path: Path) -> None:
+    rows = SHARDS * PER_SHARD
+    runs: dict[str, Any] = {"reduction": "exact", "data": {"batch_size": SHARDS * MICROBATCH, "shards": SHARDS}}
+    found = {}
+    for name, workers in (("one", {"min": 1, "max": 1}), ("three", {"min": 2, "max": 3})):
+        made = trainer(Trainer, tmp_path / name, list(range(rows)), MICROBATCH, run={**runs, "workers": workers})
+        killed: list[int] = []
+        watch = threading.Thread(target=kill_one, args=(tmp_path / name / "run", killed))
+        if name == "three":
+            watch.start()
+        output = made.train()
+        if name == "three":
+            watch.join()
+            assert killed
+        folder = LocalFolder(tmp_path / name / "run")
+        result = Result.load(folder)
+        assert result is not None
+        assert output.global_step == made.state.global_step == STEPS
+        checked = audit(str(tmp_path / name / "run"))
+        assert checked.clean, checked.faults
+        found[name] = (result.state_sha256, logged(made, "loss"))
+        saved = safetensors.torch.load_file(tmp_path / name / "run" / "model.safetensors")
+        assert all(torch.equal(value, made.model.state_dict()[key]) for key, value in saved.items())
+        if name == "three":
+            assert [event for event in read_events(folder) if event["kind"] == "recovered"]
+    assert found["one"] == found["three"]
+    # A shard has a third of the rows: the batches of the run, as one process reads them.
+    order = [
+        PER_SHARD * shard + MICROBATCH * step + row
+        for step in range(STEPS)
+        for shard in range(SHARDS)
+        for row in range(MICROBATCH)
+    ]
+    plain = trainer(transformers.Trainer, tmp_path / "plain", order, SHARDS * MICROBATCH)
+    plain.train()
+    for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
+        assert logged(made, name) == pytest.approx(logged(plain, name), rel=1e-5), name
+        assert len(logged(made, name)) in (STEPS, 2)
+    ours, theirs = made.evaluate(), plain.evaluate()
+    assert ours["eval_accuracy"] == theirs["eval_accuracy"]
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)

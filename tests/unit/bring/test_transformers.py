@@ -1,0 +1,377 @@
+"""A Trainer's own methods, called with one batch each, give what Trainer gives; what a run cannot do is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
+
+from raytrain_plus.bring.trainer_parcel import write_parcel
+from raytrain_plus.bring.trainer_task import CallingTrainerTask, TrainerTask
+from raytrain_plus.bring.transformers import Seq2SeqTrainer, Trainer
+from raytrain_plus.errors import InputError, TaskError
+from raytrain_plus.job.task_loader import build_task
+from raytrain_plus.task import RunFacts
+from raytrain_plus.training.model.model import build_model, model_without_values
+from raytrain_plus.training.passes.task_loss import task_loss
+from tests.unit.bring.folders import bert, gpt2, llama, t5
+
+CPU = torch.device("cpu")
+TOKENS = [{"input_ids": [4 + n % 9] * (2 + n % 5), "label": n % 2} for n in range(12)]
+
+
+def padded(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    longest = max(len(one["input_ids"]) for one in features)
+
+    def filled(values: list[int], padding: int) -> list[int]:
+        return [*values, *[padding] * (longest - len(values))]
+
+    batch = {
+        "input_ids": torch.tensor([filled(one["input_ids"], 0) for one in features]),
+        "attention_mask": torch.tensor([filled([1] * len(one["input_ids"]), 0) for one in features]),
+    }
+    if "label" in features[0]:
+        batch["labels"] = torch.tensor([one["label"] for one in features])
+    else:
+        batch["labels"] = torch.tensor([filled(one["input_ids"], -100) for one in features])
+    return batch
+
+
+def accuracy(given: Any) -> dict[str, float]:
+    assert isinstance(given.predictions, np.ndarray)
+    return {"accuracy": float((given.predictions.argmax(-1) == given.label_ids).mean())}
+
+
+def arguments(tmp_path: Path, **given: Any) -> Any:
+    return TrainingArguments(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True, **given)
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    return bert("BertForSequenceClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def trainer(tmp_path: Path, model: Any = None, cls: Any = Trainer, **given: Any) -> Any:
+    args = given.pop("args", None) or arguments(tmp_path)
+    model = classifier() if model is None and "model_init" not in given else model
+    return cls(model, args, data_collator=padded, train_dataset=TOKENS, **given)
+
+
+def task_of(tmp_path: Path, made: Any, cls: Any = TrainerTask) -> Any:
+    write_parcel(tmp_path / "parcel", made, None if made.model_init else made.model, made.train_dataset, None)
+    return build_task(cls, {"folder": str(tmp_path / "parcel")}, RunFacts(total_steps=10, batch_size=12))
+
+
+TABLE = pa.table({name: [one[name] for one in TOKENS] for name in TOKENS[0]})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"label_smoothing_factor": 0.1},
+        {"weight_decay": 0.1, "optim": "sgd", "lr_scheduler_type": "cosine", "warmup_steps": 2},
+    ],
+)
+def test_a_step_is_that_of_trainer(tmp_path: Path, given: Any) -> None:
+    made = trainer(tmp_path, args=arguments(tmp_path, learning_rate=1e-2, max_grad_norm=0.0, max_steps=10, **given))
+    task = task_of(tmp_path, made)
+    model = build_model(task, 0, CPU).module
+    optimizer = task.optimizer(model.named_parameters())
+    scheduler = task.scheduler(optimizer)
+    batch = task.collate(TABLE)
+    losses = []
+    for _ in range(4):
+        found = task_loss(task, model, dict(batch), 12)
+        found.loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(found.loss.item())
+    # Trainer itself, on one process.
+    plain = transformers.Trainer(
+        classifier(), made.args, data_collator=padded, train_dataset=TOKENS, optimizers=(None, None)
+    )
+    plain.create_optimizer_and_scheduler(10)
+    expected = []
+    for _ in range(4):
+        inputs = padded(TOKENS)
+        loss = plain.compute_loss(plain.model, inputs, num_items_in_batch=torch.tensor(12))
+        loss.backward()
+        plain.optimizer.step()
+        plain.lr_scheduler.step()
+        plain.optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert losses[-1] < losses[0]
+
+
+class Weighted(Trainer):
+    """A trainer with a constructor, a loss and an optimizer of its own."""
+
+    def __init__(self, *args: Any, class_weights: list[float], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.class_weights = class_weights
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        outputs = model(**inputs)
+        loss = nn.functional.cross_entropy(outputs.logits, inputs["labels"], torch.tensor(self.class_weights))
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        trained = [value for name, value in self.model.named_parameters() if "classifier" in name]
+        others = [value for name, value in self.model.named_parameters() if "classifier" not in name]
+        self.optimizer = torch.optim.SGD([{"params": trained, "lr": 1.0}, {"params": others, "lr": 0.1}])
+        return self.optimizer
+
+
+def test_overridden_methods_and_the_users_own_attributes_are_used(tmp_path: Path) -> None:
+    task = task_of(tmp_path, trainer(tmp_path, cls=Weighted, class_weights=[1.0, 3.0]))
+    model = build_model(task, 0, CPU).module
+    batch = task.collate(TABLE)
+    logits = model(**batch).logits
+    expected = nn.functional.cross_entropy(logits, batch["labels"], torch.tensor([1.0, 3.0]))
+    assert task_loss(task, model, batch, 12).loss.item() == pytest.approx(expected.item())
+    optimizer = task.optimizer(model.named_parameters())
+    first = optimizer.param_groups[0]
+    assert (len(first["params"]), first["lr"]) == (2, 1.0)
+    assert first["params"][0] is model.classifier.weight
+
+
+def test_an_evaluation_gives_the_numbers_of_trainer(tmp_path: Path) -> None:
+    made = trainer(tmp_path, compute_metrics=accuracy, eval_dataset=TOKENS)
+    task = task_of(tmp_path, made)
+    model = build_model(task, 0, CPU).module.eval()
+    batches = [task.evaluate(model, task.collate(TABLE.slice(at, 5))) for at in (0, 5, 10)]
+    outputs = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
+    found = task.summarise(outputs)
+    args = arguments(tmp_path, per_device_eval_batch_size=4)
+    plain = transformers.Trainer(
+        classifier(), args, data_collator=padded, eval_dataset=TOKENS, compute_metrics=accuracy
+    )
+    expected = plain.evaluate()
+    assert found["eval_accuracy"] == expected["eval_accuracy"]
+    assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+def test_tokens_are_counted_and_their_mean_stands_beside_the_mean_over_rows(tmp_path: Path) -> None:
+    for kind in (gpt2, llama):
+        made = trainer(tmp_path / kind.__name__, model=kind())
+        task = task_of(tmp_path / kind.__name__, made)
+        model = build_model(task, 0, CPU).module.eval()
+        table = TABLE.select(["input_ids"])
+        whole = task_loss(task, model, task.collate(table), 12)
+        parts = [task_loss(task, model, task.collate(table.slice(at, 3)), 3) for at in (0, 3, 6, 9)]
+        total = sum(float(one.weight) for one in parts)
+        assert total == float(whole.weight) > 12
+        assert sum(one.loss.item() * float(one.weight) for one in parts) / total == pytest.approx(whole.loss.item())
+        found = task.evaluate(model, task.collate(table))
+        assert float(found["weight"]) == total
+        assert set(found["metrics"]) == {"eval_loss", "eval_token_loss"}
+
+
+def test_the_tokens_of_a_masked_model_are_masked_alike_whenever_rows_are_read(tmp_path: Path) -> None:
+    class Words(transformers.DataCollatorForLanguageModeling):
+        def __post_init__(self) -> None:
+            self.generator = None
+
+        def __call__(self, features: Any, return_tensors: Any = None) -> Any:
+            draws = torch.Generator().manual_seed(self.seed)
+            return {"input_ids": torch.randint(32, (len(features), 4), generator=draws)}
+
+    made = trainer(tmp_path)
+    made.data_collator = Words(tokenizer=None, mlm=True)
+    task = task_of(tmp_path, made)
+    first, again, other = (task.collate(TABLE.slice(at, 3))["input_ids"] for at in (0, 0, 3))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_model_is_built_anew_or_travels_with_all_that_was_changed_in_it(tmp_path: Path) -> None:
+    model = classifier()
+    model.bert.embeddings.requires_grad_(False)
+    model.classifier = nn.Linear(16, 7)
+    task = task_of(tmp_path, trainer(tmp_path, model=model))
+    there = build_model(task, 0, CPU).module
+    assert there.classifier.out_features == 7
+    assert not there.bert.embeddings.word_embeddings.weight.requires_grad
+    assert all(torch.equal(value, there.state_dict()[name]) for name, value in model.state_dict().items())
+    empty = model_without_values(task)
+    assert empty is not None
+    assert {value.device.type for value in empty.parameters()} == {"meta"}
+    drawn = task_of(tmp_path, trainer(tmp_path, model_init=lambda: bert("BertForSequenceClassification")))
+    one, two = (build_model(drawn, seed, CPU).module.classifier.weight for seed in (1, 2))
+    assert not torch.equal(one, two)
+
+
+def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> None:
+    class Collator:
+        def __call__(self, features: Any) -> dict[str, torch.Tensor]:
+            self.seen = features
+            return {"input_ids": torch.zeros(len(features), 2, dtype=torch.long)}
+
+    made = trainer(tmp_path, args=arguments(tmp_path, remove_unused_columns=False))
+    made.data_collator = Collator()
+    task = task_of(tmp_path, made)
+    table = pa.table(
+        {
+            "ids": [[1, 2], [3]],
+            "text": ["a", None],
+            "half": pa.array([0.5, 1.5], pa.float32()),
+            "image": pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.uint8(), 2))),
+        }
+    )
+    task.collate(table)
+    seen = task._trainer.data_collator.seen
+    assert [one["ids"] for one in seen] == [[1, 2], [3]]
+    assert [one["text"] for one in seen] == ["a", None]
+    assert seen[1]["half"].dtype == np.float32
+    assert (seen[1]["image"].dtype, seen[1]["image"].tolist()) == (np.uint8, [[5, 6], [7, 8]])
+
+
+def test_a_collator_that_drops_rows_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.data_collator = lambda features: padded(features[1:])
+    with pytest.raises(TaskError, match="made a batch of 2 rows of 3 rows"):
+        task_of(tmp_path, made).collate(TABLE.slice(0, 3))
+
+
+def test_metrics_that_are_no_dict_and_predictions_that_are_no_rows_are_refused(tmp_path: Path) -> None:
+    task = task_of(tmp_path, trainer(tmp_path, compute_metrics=lambda given: torch.ones(2)))
+    model = build_model(task, 0, CPU).module.eval()
+    outputs = task.evaluate(model, task.collate(TABLE))
+    with pytest.raises(TaskError, match="compute_metrics returned Tensor"):
+        task.summarise(outputs)
+    made = trainer(tmp_path, compute_metrics=accuracy, preprocess_logits_for_metrics=lambda logits, _: logits.sum())
+    task = task_of(tmp_path, made)
+    build_model(task, 0, CPU)
+    with pytest.raises(TaskError, match=r"the predictions of an evaluation hold \(\) for a batch of 12 rows"):
+        task.evaluate(model, task.collate(TABLE))
+
+
+class Heard(TrainerCallback):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.heard.append(("step", state.global_step))
+        control.should_training_stop = state.global_step > 2
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.heard.append(("log", state.global_step, logs["loss"]))
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        self.heard.append(("evaluate", metrics["eval_loss"]))
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.heard.append(("save",))
+
+
+def test_callbacks_hear_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> None:
+    made = trainer(tmp_path, callbacks=[Heard()], args=arguments(tmp_path, logging_steps=2))
+    task = task_of(tmp_path, made, CallingTrainerTask)
+    values = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "epoch": 0}
+    for step in (0, 1):
+        task.on_step({"step": step, **values})
+    task.on_evaluate(-1, {"eval_loss": 9.0})
+    task.on_evaluate(1, {"eval_loss": 0.25})
+    task.on_checkpoint(1, "there")
+    [callback] = task._trainer.callbacks_called
+    assert callback.heard == [("step", 1), ("step", 2), ("log", 2, 0.5), ("evaluate", 0.25), ("save",)]
+    with pytest.raises(TaskError, match="Heard asks to stop"):
+        task.on_step({"step": 2, **values})
+
+
+class Ends(TrainerCallback):
+    def on_train_end(self, *_: Any, **__: Any) -> None: ...
+
+
+class OwnStep(Trainer):
+    def training_step(self, *_: Any, **__: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"cls": OwnStep}, "OwnStep overrides training_step, which a run does not call"),
+        ({"callbacks": [Ends()]}, "the callback Ends defines on_train_end, which a run does not call"),
+        ({"eval_dataset": {"a": TOKENS}}, "a dict of held-out datasets is not offered"),
+        ({"callbacks": [EarlyStoppingCallback(3, 0.1)]}, "early_stopping_threshold"),
+        ({"compute_loss_func": (one for one in ())}, "the trainer, which holds what its constructor"),
+    ],
+)
+def test_what_a_run_cannot_do_is_refused_before_anything_starts(tmp_path: Path, given: Any, said: str) -> None:
+    with pytest.raises(InputError) as found:
+        trainer(tmp_path, **given).train()
+    assert said in str(found.value)
+
+
+def test_optimizers_of_this_process_are_refused(tmp_path: Path) -> None:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(InputError, match="workers have models of their own"):
+        trainer(tmp_path, model=model, optimizers=(optimizer, None)).train()
+    with pytest.raises(InputError, match="there is no train_dataset"):
+        Trainer(model, arguments(tmp_path)).train()
+    with pytest.raises(InputError, match=r"train\(trial\) is not offered"):
+        trainer(tmp_path).train(trial=1)
+
+
+def test_settings_of_the_run_come_before_those_of_the_arguments(tmp_path: Path) -> None:
+    run = {"workers": {"min": 1, "max": 3}, "reduction": "exact", "data": {"shards": 6}, "steps": 4}
+    made = trainer(tmp_path, run=run, eval_dataset=TOKENS, args=arguments(tmp_path, eval_strategy="epoch"))
+    job, parcel = made._job(made)
+    assert (job.workers.max, job.reduction, job.steps, job.epochs) == (3, "exact", 4, None)
+    assert (job.data.batch_size, job.data.shards) == (24, 6)
+    assert job.evaluate is not None
+    assert job.evaluate.every_steps == 1
+    assert (job.storage, job.name, parcel) == (str(tmp_path / "out"), "run", tmp_path / "out" / "run.trainer")
+    stopped = trainer(
+        tmp_path,
+        callbacks=[EarlyStoppingCallback(2)],
+        eval_dataset=TOKENS,
+        args=arguments(
+            tmp_path,
+            eval_strategy="epoch",
+            save_strategy="epoch",
+            load_best_model_at_end=True,
+            metric_for_best_model="accuracy",
+        ),
+    )
+    job, _ = stopped._job(stopped)
+    assert job.early_stop is not None
+    assert (job.early_stop.metric, job.early_stop.mode, job.early_stop.patience) == ("eval_accuracy", "max", 2)
+
+
+def test_a_sequence_model_generates_what_is_compared(tmp_path: Path) -> None:
+    args = transformers.Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path / "out"),
+        report_to=[],
+        use_cpu=True,
+        predict_with_generate=True,
+        generation_max_length=5,
+    )
+    rows = [{"input_ids": [4, 5, 6], "labels": [7, 8]}, {"input_ids": [6, 7, 9], "labels": [8, 9]}]
+
+    def exact(given: Any) -> dict[str, float]:
+        # Trainer pads what is generated to 20.
+        return {"left": float((given.predictions[:, 5:] != 0).sum()), "rows": len(given.label_ids)}
+
+    made = Seq2SeqTrainer(t5(), args, train_dataset=rows, compute_metrics=exact)
+    task = task_of(tmp_path, made)
+    model = build_model(task, 0, CPU).module.eval()
+    batch = task.collate(pa.table({name: [one[name] for one in rows] for name in rows[0]}))
+    found = task.evaluate(model, batch)
+    assert float(found["weight"]) == 4
+    outputs = {name: value for name, value in found["metrics"].items() if name != "eval_token_loss"}
+    summary = task.summarise(outputs)
+    assert (summary["eval_left"], summary["eval_rows"]) == (0, 2)
