@@ -50,6 +50,16 @@ class Block(nn.Module):
         return found
 
 
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.norm(self.tokens(ids))
+        return found
+
+
 class Layered(Task):
     """A model in layers, with tied weights; `files` are its initial values."""
 
@@ -58,17 +68,17 @@ class Layered(Task):
 
     def layers(self) -> Mapping[str, Callable[[], nn.Module]] | None:
         return {
-            "embed": lambda: nn.Embedding(WORDS, WIDTH),
+            "embed": Embed,
             "block0": Block,
             "block1": Block,
             "head": lambda: nn.Linear(WIDTH, WORDS, bias=False),
         }
 
     def tied(self) -> Mapping[str, str]:
-        return {"head.weight": "embed.weight"}
+        return {"head.weight": "embed.tokens.weight"}
 
     def tensor(self) -> Mapping[str, str]:
-        return {"embed": "vocab", "block*.down": "rowwise", "block*.up": "colwise", "head": "colwise"}
+        return {"embed.tokens": "vocab", "block*.down": "rowwise", "block*.up": "colwise", "head": "colwise"}
 
     def weights(self) -> WeightFiles | None:
         return self.files
@@ -91,9 +101,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.body = nn.Embedding(WORDS, WIDTH), Block()
+        self.embed, self.body = Embed(), Block()
         self.head = nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.embed.weight
+        self.head.weight = self.embed.tokens.weight
 
 
 class InOne(Layered):
@@ -227,9 +237,9 @@ def test_a_model_has_the_values_of_each_kind_of_file(
     assert checked(made) == ""
     model = build_model(made, SEED, CPU).module
     if task is Layered:
-        values["head.weight"] = values["embed.weight"]
+        values["head.weight"] = values["embed.tokens.weight"]
     else:
-        values["embed.weight"] = values["head.weight"] = values["embed.weight"]
+        values["embed.tokens.weight"] = values["head.weight"] = values["embed.tokens.weight"]
     assert same(model, values)
     assert not same(model_to_load(made, SEED), values), "a model to load reads no files"
 
@@ -244,7 +254,7 @@ def test_names_are_mapped_and_what_is_new_is_drawn_as_ever(tmp_path: Path) -> No
     drawn = build_model(Layered(), SEED, CPU).module.state_dict()
     for name, value in model.state_dict().items():
         # A copy has the values of its owner.
-        expected = drawn if name.startswith("block1") else {**values, "head.weight": values["embed.weight"]}
+        expected = drawn if name.startswith("block1") else {**values, "head.weight": values["embed.tokens.weight"]}
         assert torch.equal(value, expected[name]), name
 
 
@@ -274,7 +284,7 @@ def test_a_stage_reads_the_tensors_of_its_layers_and_the_owners_of_its_copies(
     assert sorted(read) == sorted(name for name in values if name.startswith(("embed", "block0")))
     with reading(monkeypatch) as read:
         [last] = build_chunks(made, SEED, CPU, [["block1", "head"]])
-    assert sorted(read) == sorted(["embed.weight", *(name for name in values if name.startswith("block1"))])
+    assert sorted(read) == sorted(["embed.tokens.weight", *(name for name in values if name.startswith("block1"))])
     for stage in (first, last):
         for name, value in stage.module.state_dict().items():
             assert torch.equal(value, whole[name]), name
@@ -296,24 +306,23 @@ def test_the_check_before_a_run_reads_no_values(tmp_path: Path, monkeypatch: pyt
     assert given.check(model, made.tied()) == ""
 
 
-@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+@pytest.mark.parametrize("name", ["embed.tokens.weight", "head.weight"])
 def test_tied_weights_are_read_once_under_any_of_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     for task in (Layered, InOne):
         values = values_of(task())
-        kept = {
-            key: value for key, value in values.items() if key == name or key not in ("embed.weight", "head.weight")
-        }
+        other = {"embed.tokens.weight", "head.weight"} - {name}
+        kept = {key: value for key, value in values.items() if key not in other}
         made = task(WeightFiles(safetensors_file(kept, tmp_path)))
         assert checked(made) == ""
         with reading(monkeypatch) as read:
             model = build_model(made, SEED, CPU).module
         assert read.count(name) == 1
-        assert torch.equal(model.embed.weight, values[name])
+        assert torch.equal(model.embed.tokens.weight, values[name])
         assert torch.equal(model.head.weight, values[name])
     [last] = build_chunks(Layered(WeightFiles(safetensors_file(values_of(Layered()), tmp_path))), SEED, CPU, [["head"]])
-    assert torch.equal(last.module.get_parameter("head.weight"), values_of(Layered())["embed.weight"])
+    assert torch.equal(last.module.get_parameter("head.weight"), values_of(Layered())["embed.tokens.weight"])
 
 
 def test_slices_are_cut_from_the_values_of_the_files(tmp_path: Path) -> None:
@@ -322,17 +331,17 @@ def test_slices_are_cut_from_the_values_of_the_files(tmp_path: Path) -> None:
     cut = build_model(made, SEED, CPU, Slicing(made.tensor(), 2)).module
     assert torch.equal(cut.get_parameter("block0@1.up.weight"), values["block0.up.weight"][8:])
     assert torch.equal(cut.get_parameter("block1@0.down.weight"), values["block1.down.weight"][:, :8])
-    assert torch.equal(cut.get_parameter("head@1.weight"), values["embed.weight"][WORDS // 2 :])
+    assert torch.equal(cut.get_parameter("head@1.weight"), values["embed.tokens.weight"][WORDS // 2 :])
 
 
 def test_values_get_the_dtype_of_their_parameter(tmp_path: Path) -> None:
     values = {name: value.bfloat16() for name, value in values_of(InOne()).items()}
     model = build_model(InOne(WeightFiles(safetensors_file(values, tmp_path))), SEED, CPU).module
-    assert model.embed.weight.dtype is torch.float32
-    assert torch.equal(model.embed.weight, values["embed.weight"].float())
+    assert model.embed.tokens.weight.dtype is torch.float32
+    assert torch.equal(model.embed.tokens.weight, values["embed.tokens.weight"].float())
     assert model.body.norm.num_batches_tracked.dtype is torch.int64
     assert model.body.norm.num_batches_tracked == 7
-    assert model.embed.weight.requires_grad
+    assert model.embed.tokens.weight.requires_grad
 
 
 def test_buffers_that_the_files_lack_keep_their_values(tmp_path: Path) -> None:
@@ -428,7 +437,9 @@ def test_an_index_that_names_a_tensor_which_its_file_lacks_is_an_error(tmp_path:
     folder_of_parts(values_of(InOne()), tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     named = json.loads(index.read_text())
-    part = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[named["weight_map"]["embed.weight"]]
-    named["weight_map"]["embed.weight"] = part
+    part = {"a.safetensors": "b.safetensors", "b.safetensors": "a.safetensors"}[
+        named["weight_map"]["embed.tokens.weight"]
+    ]
+    named["weight_map"]["embed.tokens.weight"] = part
     index.write_text(json.dumps(named))
     assert f"{tmp_path / part} cannot be read" in fault(InOne(WeightFiles(tmp_path))).what
