@@ -353,6 +353,19 @@ def test_buffers_that_the_files_lack_keep_their_values(tmp_path: Path) -> None:
     assert model.body.norm.num_batches_tracked == 7
 
 
+def test_buffers_that_are_not_persistent_are_not_read(tmp_path: Path) -> None:
+    class Masked(InOne):
+        def model(self) -> nn.Module:
+            model = Net()
+            model.register_buffer("mask", torch.ones(2), persistent=False)
+            return model
+
+    values = values_of(InOne()) | {"mask": torch.zeros(2)}
+    made = Masked(WeightFiles(file := safetensors_file(values, tmp_path)))
+    assert checked(made) == f"{file} holds 1 tensor that the model does not take: mask"
+    assert build_model(made, SEED, CPU).module.mask.eq(1).all()
+
+
 def test_tensors_that_nothing_takes_are_counted(tmp_path: Path) -> None:
     values = values_of(Layered()) | {f"old.{number}": torch.zeros(1) for number in range(5)}
     made = Layered(WeightFiles(file := safetensors_file(values, tmp_path)))
