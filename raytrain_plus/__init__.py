@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raytrain_plus.launch.handle import Handle, attach
     from raytrain_plus.launch.runner import resume, run, start
     from raytrain_plus.runs.export import load
-    from raytrain_plus.task import RunFacts, Task
+    from raytrain_plus.task import RunFacts, Task, WeightFiles
 
 __all__ = [
     "Checkpoint",
@@ -53,6 +53,7 @@ __all__ = [
     "RunFacts",
     "Task",
     "TaskError",
+    "WeightFiles",
     "Workers",
     "attach",
     "load",
@@ -65,7 +66,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load names that need torch or Ray on first use, because these take seconds to import."""
-    if name in ("Task", "RunFacts"):
+    if name in ("Task", "RunFacts", "WeightFiles"):
         from raytrain_plus import task
 
         return getattr(task, name)

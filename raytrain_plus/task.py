@@ -11,7 +11,8 @@ class Digits(Task):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -32,6 +33,23 @@ class RunFacts:
     """Rows of a step, over all shards: the job's `data.batch_size`."""
 
 
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Files that hold the initial values of a model."""
+
+    path: str | Path
+    """A `.safetensors` file; a folder with `model.safetensors`, or `model.safetensors.index.json` and its parts; or a
+    file of `torch.save` that holds a dict of tensors. Absolute, or relative to the working directory of each worker."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name in the model -> name in the files, such as {"block*.qkv.*": "h.*.attn.c_attn.*"}.
+
+    Each * stands for any text, on the right for the text of the same * on the left; as little of it as fits. The first
+    pattern that fits counts. A name that none fits is the same in the files.
+    """
+    new: Sequence[str] = ()
+    """Patterns of weights that keep the values that they are drawn with, such as "head.*"."""
+
+
 class Task:
     """One training task. The job's `args` become the constructor's keyword arguments.
 
@@ -42,8 +60,8 @@ class Task:
     def run(self) -> RunFacts:
         """The run that the task is built for; set after the constructor, for `optimizer`, `scheduler` and `loss`.
 
-        `model` and `layers` must not depend on it: they are also called where no run is known. Outside a run, as in a
-        test of your own, set it first: `task.run = RunFacts(total_steps=300, batch_size=48)`.
+        `model`, `layers` and `weights` must not depend on it: they are also called where no run is known. Outside a
+        run, as in a test of your own, set it first: `task.run = RunFacts(total_steps=300, batch_size=48)`.
         """
         facts: RunFacts | None = vars(self).get("run")
         if facts is None:
@@ -85,6 +103,15 @@ class Task:
     def model(self) -> nn.Module:
         """Return the whole model, freshly initialised on the CPU."""
         raise NotImplementedError(f"{type(self).__name__} must define model() or layers()")
+
+    def weights(self) -> WeightFiles | None:
+        """Return the files that hold the initial values of the model. Default: None, they are drawn.
+
+        `model` and `layers` are as without them, and must not read the files themselves. Each worker reads what it
+        holds, also one that joins later, such as the layers of its stage. Values get the dtype of their parameter.
+        Persistent buffers that the files lack keep their values. A run that resumes continues with its own state.
+        """
+        return None
 
     def tied(self) -> Mapping[str, str]:
         """Return the parameters tied across `layers`, such as {"head.out.weight": "embed.tokens.weight"}.

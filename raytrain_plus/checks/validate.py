@@ -44,6 +44,7 @@ from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import Place, place_of
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.training.model.layer_names import layers_of
+from raytrain_plus.training.model.weights_check import check_files
 
 if TYPE_CHECKING:
     from raytrain_plus.parallel.pipeline.forecast import Forecast
@@ -276,6 +277,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         # Without the data, the length of a job in epochs is not known: its workers check a scheduler that needs it.
         facts = None if job.steps is None else run_facts(job, job.steps)
         with prints_hidden():
+            check_files(job, code.task)
             _check_model(job, build_task(code.task, job.args, facts))
     check_preparable(job, search)
     choose_collective(job.collective)

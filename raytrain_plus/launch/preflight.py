@@ -34,6 +34,7 @@ from raytrain_plus.runs.resumption import (
     warn_of_another_task,
 )
 from raytrain_plus.training.model.layer_names import layers_of
+from raytrain_plus.training.model.weights_check import check_files
 from raytrain_plus.workers.messages import Plan
 
 
@@ -78,6 +79,7 @@ def order_of(
         warn_of_another_task(folder, sources)
         if not fresh_rates:
             check_schedule(folder, past, steps)
+    check_files(job, code.task)
     sizes = size_table(job, layers_of(job, code.task))
     unformed = unused_workers(sizes)
     for warning in [*[unformed] * bool(unformed), *odd_sizes(job, seen)]:

@@ -39,7 +39,7 @@ from raytrain_plus.storage.address import is_address, split
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import Task
-from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.training.model.randomness import random_key, set_random_key
 from raytrain_plus.training.step.build import task_of
 
@@ -344,7 +344,7 @@ def _trained(run: Folder, job: Job, code: UserCode, weights: Weights, steps: int
     """Return the task, and its model with these weights."""
     set_random_key(random_key(job.seed, "task"))
     task = task_of(job, code.task, steps)
-    module = build_model(task, job.seed, CPU).module
+    module = model_to_load(task, job.seed)
     put_weights(weights, module, run.where)
     return task, module
 

@@ -51,6 +51,7 @@ from raytrain_plus.training.model.added_state import AddedState
 from raytrain_plus.training.model.model import pass_names, train_as_built
 from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.model.unshared import Unshared
+from raytrain_plus.training.model.weights_check import check_files
 from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.passes.metric_sums import checked, numbers
 from raytrain_plus.training.passes.task_loss import TaskLoss, held_out_metrics, task_loss
@@ -82,6 +83,7 @@ WAIT_S = 300.0
 _TAKES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "model": (),
+    "weights": (),
     "optimizer": ("parameters",),
     "scheduler": ("optimizer",),
     "loss": ("model", "batch"),
@@ -191,8 +193,10 @@ def try_task(
 
     `rules`: those of the run: see `Holding`.
 
-    Raises the errors of `build_task`, `try_whole` and `try_layers`.
+    Raises the errors of `build_task`, `check_files`, `try_whole` and `try_layers`.
     """
+    with prints_hidden():
+        not_taken = check_files(job, cls)
     set_random_key(random_key(job.seed, "task"))
     room = total_memory(device)
     size = None
@@ -201,7 +205,8 @@ def try_task(
             size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
     task = task_of(job, cls, rows.sample_order.steps)
     try_model = try_layers if job.parallel.by_layer else try_whole
-    return replace(try_model(job, task, device, rows, held_out, room, size, rules=rules), state=size)
+    found = try_model(job, task, device, rows, held_out, room, size, rules=rules)
+    return replace(found, state=size, remarks=(*found.remarks, *[not_taken] * bool(not_taken)))
 
 
 def try_whole(

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,10 +23,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus import Task
+from raytrain_plus import Task, WeightFiles
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.data.reading.reader import PREFETCH_STEPS
 from raytrain_plus.data.values.collate import pad
@@ -763,3 +764,21 @@ class Gated(Peaks):
         while self.applied() in self.gates and not (self.folder / f"gate-{self.applied()}").exists():
             time.sleep(0.01)
         return super().loss(model, batch)
+
+
+class Begun(Faulty):
+    """Faulty, with initial values from a file; with `itself`, its `model` reads them."""
+
+    def __init__(self, folder: str, itself: bool = False, **others: Any) -> None:
+        super().__init__(folder, **others)
+        self.named, self.itself = not itself, itself
+        self.file = Path(folder) / "base.safetensors"
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(OrderedDict((name, build()) for name, build in self.parts().items()))
+        if torch.get_default_device().type != "meta":
+            model.load_state_dict(load_file(self.file))
+        return model
+
+    def weights(self) -> WeightFiles | None:
+        return None if self.itself else WeightFiles(self.file)

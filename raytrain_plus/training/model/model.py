@@ -16,6 +16,7 @@ from raytrain_plus.membership.slice_names import MARK, whole_weight
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.added_state import plain_tensors
+from raytrain_plus.training.model.given_weights import GivenWeights, given_weights
 from raytrain_plus.training.model.randomness import random_key, set_random_key
 
 WHOLE = ("",)
@@ -46,18 +47,30 @@ def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | 
     """Build the task's model on `device`, each layer under the key (seed, 'init', layer name).
 
     A task that does not declare its layers is built whole under the empty layer name; the modules of a plain
-    `nn.Sequential` become its layers. Values are drawn on the CPU, so they do not depend on the device. `slicing`: the
-    layers are cut into slices, which have the values of the whole model. Raises `TaskError` if the result is not a
-    module, and for a plan of slices that does not fit it.
+    `nn.Sequential` become its layers. Values are drawn on the CPU, so they do not depend on the device; those that
+    `Task.weights` has in files take their place. `slicing`: the layers are cut into slices, which have the values of
+    the whole model. Raises `TaskError` if the result is not a module, and if a plan of slices, or files, do not fit it.
     """
     if slicing is not None:
         [built] = build_chunks(task, seed, device, [layer_names(task, seed, in_one=True)], slicing)
         return built
+    return _build_whole(task, seed, device, given_weights(task))
+
+
+def model_to_load(task: Task, seed: int) -> nn.Module:
+    """Build the task's whole model on the CPU for the values of a run; those that the task has in files are not read.
+
+    Raises `TaskError` if the result is not a module.
+    """
+    return _build_whole(task, seed, torch.device("cpu"), None).module
+
+
+def _build_whole(task: Task, seed: int, device: torch.device, given: GivenWeights | None) -> Built:
     layers = task.layers()
     if layers is not None:
-        [built] = _built(task, layers, [tuple(layers)], seed, device)
+        [built] = _built(task, layers, [tuple(layers)], seed, device, given)
         return built
-    module = _whole(task, seed)
+    module = _whole(task, seed, given)
     woken = _wake(module)
     children = _children(module)
     return Built(module.to(device), tuple(children), _untied(children), woken)
@@ -77,8 +90,8 @@ def build_chunks(
     """
     layers = task.layers()
     if layers is not None:
-        return _built(task, layers, chunks, seed, device, slicing)
-    module = _whole(task, seed)
+        return _built(task, layers, chunks, seed, device, given_weights(task), slicing)
+    module = _whole(task, seed, given_weights(task))
     woken = _wake(module)
     children = _children(module)
     if not children and slicing is not None and len(chunks) == 1:
@@ -150,7 +163,7 @@ def _layer_names(task: Task, seed: int, in_one: bool, setting: str = "parallel")
         layers = task.layers()
         if layers is not None:
             return tuple(layers) or _raise(_no_layers(setting)), True
-        module = _whole(task, seed)
+        module = _whole(task, seed, None)
         return tuple(_children(module, in_one)) or _raise(_no_layers(setting)), bool(_children(module))
     if not children:
         raise _no_layers(setting)
@@ -203,12 +216,18 @@ def _built(
     chunks: Sequence[Sequence[str]],
     seed: int,
     device: torch.device,
+    given: GivenWeights | None,
     slicing: Slicing | None = None,
 ) -> tuple[Built, ...]:
-    def layer(name: str) -> nn.Module:
+    tied = dict(task.tied())
+    _check_tied(tied, layers)
+
+    def layer(name: str, only: str | None = None) -> nn.Module:
         set_random_key(random_key(seed, "init", name))
         built = layers[name]()
         _check_module(built, f"layers()['{name}']")
+        if given is not None:
+            given.fill(built, name, tied, only)
         return built
 
     made = {name: layer(name) for names in chunks for name in names}
@@ -217,13 +236,11 @@ def _built(
     )
     for one in made.values() if asleep else ():
         one.train()
-    tied = dict(task.tied())
-    _check_tied(tied, layers)
     for copy, owner in tied.items():
         (at, name), (owner_at, owner_name) = _place(copy), _place(owner)
         if at in made:
             # If the owner is on another worker, its layer is built once more for its values.
-            source = made[owner_at] if owner_at in made else layer(owner_at)
+            source = made[owner_at] if owner_at in made else layer(owner_at, owner)
             _copy(_parameter(source, owner_name, owner), _parameter(made[at], name, copy), copy, owner)
     built = []
     for names in chunks:
@@ -310,10 +327,12 @@ def other_names(module: nn.Module) -> dict[str, str]:
     return {whole_weight(name): whole_weight(owner) for name, owner in pairs if name != owner}
 
 
-def _whole(task: Task, seed: int) -> nn.Module:
+def _whole(task: Task, seed: int, given: GivenWeights | None) -> nn.Module:
     set_random_key(random_key(seed, "init", ""))
     module = task.model()
     _check_module(module, "model()")
+    if given is not None:
+        given.fill(module)
     return module
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from raytrain_plus.job.task_loader import is_signal
 from raytrain_plus.runs.folder import MODEL
 from raytrain_plus.task import Task
-from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.workers.messages import WHOLE
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.preparation.task_error import as_training_error
@@ -43,7 +43,7 @@ def _show_whole(prepared: Prepared) -> str | None:
     try:
         local = run.path_of(MODEL)
         weights = safetensors.torch.load(run.read(MODEL)) if local is None else safetensors.torch.load_file(local)
-        module = build_model(task, prepared.plan.job.seed, torch.device("cpu")).module
+        module = model_to_load(task, prepared.plan.job.seed)
         # The file lacks what modules return from `get_extra_state`.
         module.load_state_dict(weights, strict=False)
     except BaseException as error:

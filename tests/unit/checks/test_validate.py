@@ -20,13 +20,14 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_plus import Data, Evaluate, Job, Parallel, Task, Workers
+from raytrain_plus import Data, Evaluate, Job, Parallel, Task, WeightFiles, Workers
 from raytrain_plus.checks import validate
 from raytrain_plus.checks.data_report import data_report
 from raytrain_plus.checks.trial_process import TryingHere, trying_apart
 from raytrain_plus.checks.validate import Report, validate_job
 from raytrain_plus.errors import DataError, InputError, TaskError
 from raytrain_plus.job.task_loader import prints_hidden
+from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.trial import memory_limits
 
@@ -465,3 +466,23 @@ def test_many_shards_on_few_gpus_are_reported(tmp_path: Path) -> None:
     told = "  warning: data.shards is 8, and the largest group has 2 model replicas: in each step a GPU makes 4 small"
     assert [line for line in few if line.startswith(told)]
     assert not [line for line in many if "small passes" in line]
+
+
+class Begun(Task):
+    """Its values come from a file that is not there."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def weights(self) -> WeightFiles:
+        return WeightFiles("none.safetensors")
+
+
+@pytest.mark.parametrize("check", [lambda job: validate_job(job, []), order_of])
+def test_missing_files_of_weights_are_named_before_any_worker_starts(
+    tmp_path: Path, check: Callable[[Job], object]
+) -> None:
+    write(tmp_path / "data", "x")
+    wished = replace(job(tmp_path), task=Begun, evaluate=None, storage=str(tmp_path / "runs"))
+    with pytest.raises(TaskError, match=r"Task\.weights: there is no file or folder none\.safetensors"):
+        check(wished)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -30,12 +32,14 @@ from raytrain_plus import (
     Parallel,
     RunFacts,
     Task,
+    WeightFiles,
     Workers,
     schedules,
 )
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError, TaskError
+from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.training.step.build import build_state
 from raytrain_plus.trial import task_trial
 from raytrain_plus.trial.fits import check_fits
@@ -469,3 +473,29 @@ class Strange(Sound):
 def test_an_error_about_a_strange_batch_is_the_tasks_own(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="'Walks' object is not subscriptable"):
         tried(job(tmp_path, Strange))
+
+
+class Begun(Sound):
+    """Its values come from a file, which names some of them."""
+
+    FILE: Path
+
+    def weights(self) -> WeightFiles:
+        return WeightFiles(self.FILE)
+
+
+def test_a_trial_compares_files_with_the_model_and_says_what_nothing_takes(
+    tmp_path: Path, stages: Parallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Begun, "FILE", tmp_path / "base.safetensors", raising=False)
+    wished = replace(job(tmp_path, Begun), parallel=stages)
+    with pytest.raises(TaskError, match="there is no file or folder"):
+        tried(wished)
+    values = model_to_load(Sound(), 0).state_dict()
+    save_file({name: value for name, value in values.items() if name != "out.bias"}, Begun.FILE)
+    with pytest.raises(TaskError, match=r"has no values for 1 of the model's weights: out\.bias"):
+        tried(wished)
+    save_file({**{name: value.zero_() for name, value in values.items()}, "old": torch.zeros(2)}, Begun.FILE)
+    found = tried(wished)
+    assert found.remarks == (f"{Begun.FILE} holds 1 tensor that the model does not take: old",)
+    assert found.metrics["loss"] == pytest.approx(math.log(3), rel=0.1)
