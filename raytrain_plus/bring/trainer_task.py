@@ -94,18 +94,19 @@ class TrainerTask(Task):
             # Its arguments say which columns are used, and rows are read before it is built.
             trainer.model = self._empty
         features = _items(table)
-        batch = trainer._get_collator_with_removed_columns(collator)(features)
+        batch = _plain(trainer._get_collator_with_removed_columns(collator)(features))
         if len(features) != _rows(batch):
             raise TaskError(
                 f"the data collator made a batch of {_rows(batch)} rows of {len(features)} rows",
                 where="Trainer(data_collator=...)",
                 expected="one row of the batch for each row of the dataset: every row counts once",
             )
-        return dict(batch) if isinstance(batch, Mapping) else batch
+        return batch
 
     def loss(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what `compute_loss` returns for the batch; it counts the labels that Trainer divides by."""
-        inputs = dict(batch) if isinstance(batch, Mapping) else batch
+        # `compute_loss` takes the labels out of it.
+        inputs = _plain(batch)
         count = self._count(inputs)
         loss = self._trainer.compute_loss(model, inputs, num_items_in_batch=count)
         return {"loss": loss} if count is None else {"loss": loss, "weight": count}
@@ -113,7 +114,7 @@ class TrainerTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: the loss of each row, as Trainer repeats it, and what `compute_metrics` gets."""
         trainer = self._trainer
-        inputs, rows = dict(batch) if isinstance(batch, Mapping) else batch, _rows(batch)
+        inputs, rows = _plain(batch), _rows(batch)
         count = self._count(inputs)
         loss, logits, labels = trainer.prediction_step(model, inputs, trainer.compute_metrics is None)
         found: dict[str, Any] = {}
@@ -256,6 +257,11 @@ def _values(column: pa.ChunkedArray) -> Sequence[Any]:
     if kind in _PYTHONS or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
         return values
     return [None if one is None else np.asarray(one, dtype=kind.to_pandas_dtype()) for one in values]
+
+
+def _plain(batch: Any) -> Any:
+    """Return a batch as a dict of its own if it is a mapping, such as a `BatchEncoding`."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def _first(batch: Any) -> torch.Tensor | None:

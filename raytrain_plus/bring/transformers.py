@@ -24,6 +24,7 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import TrainOutput
 
 from raytrain_plus.bring.arguments import best_metric, best_mode, settings_of_arguments
+from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, write_parcel
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
@@ -115,9 +116,8 @@ class _Elastic:
         if trainer.train_dataset is None:
             raise InputError("there is no train_dataset", where="Trainer", remedy="Trainer(..., train_dataset=...)")
         train, held_out = (_used(trainer, one) for one in (trainer.train_dataset, trainer.eval_dataset))
-        settings = settings_of_arguments(
-            trainer.args, _declared(self._run_settings), _length(train), held_out is not None
-        )
+        given = with_overrides(self._run_settings)
+        settings = settings_of_arguments(trainer.args, _declared(given), _length(train), held_out is not None)
         storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
         parcel = storage / f"{name}.trainer"
         if trainer.model_init is None:
@@ -142,7 +142,7 @@ class _Elastic:
             "args": {"folder": str(parcel)},
             "storage": str(storage),
         }
-        text = yaml.safe_dump(_with(settings, self._run_settings))
+        text = yaml.safe_dump(_with(settings, given))
         return read_job(text, "Trainer(run=...)", name), parcel
 
     def __getstate__(self) -> dict[str, Any]:

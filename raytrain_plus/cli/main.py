@@ -6,6 +6,7 @@ Each command imports what it needs itself, so that `raytrain --help` stays fast.
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -79,17 +80,30 @@ _quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summar
 @_detach
 @_quiet
 @json_option
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    job: str, overrides: Sequence[str], address: str | None, fresh: bool, detach: bool, quiet: bool, as_json: bool
+    job: str,
+    overrides: Sequence[str],
+    address: str | None,
+    fresh: bool,
+    detach: bool,
+    quiet: bool,
+    as_json: bool,
+    arguments: Sequence[str],
 ) -> int | Answer:
-    """Run a job until it ends. JOB: path of the job file.
+    """Run a job until it ends. JOB: path of the job file, or of a Trainer script, with its own ARGUMENTS after --.
 
     \b
     Examples:
       raytrain run jobs/digits.yaml
       raytrain run jobs/digits.yaml --set data.batch_size=192 --fresh
       raytrain run jobs/digits.yaml --address HOST:6379 --detach
+      raytrain run train.py --set workers.max=3 -- --learning_rate 3e-5
     """
+    if job.endswith(".py"):
+        return _script(job, overrides, address, arguments, refused=fresh or detach or quiet or as_json)
+    if arguments:
+        raise click.UsageError("Only a script takes arguments of its own.")
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
@@ -101,6 +115,17 @@ def run(
         return _began(start(loaded, address=address, fresh=fresh, roots=roots), view, as_json)
     result = run_job(loaded, address=address, fresh=fresh, view=view, quiet=as_json, roots=roots)
     return ended(result, as_json)
+
+
+def _script(job: str, overrides: Sequence[str], address: str | None, arguments: Sequence[str], refused: bool) -> int:
+    if refused:
+        raise click.UsageError("A script takes --set, --address and its own arguments; the rest is for job files.")
+    from raytrain_plus.bring.script import run_script
+
+    if address is not None:
+        os.environ["RAY_ADDRESS"] = address
+    run_script(Path(job), overrides, arguments)
+    return 0
 
 
 def _began(handle: Handle, view: ProgressView | None, as_json: bool) -> int | Answer:

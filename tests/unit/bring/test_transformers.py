@@ -236,6 +236,13 @@ def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> No
     assert (seen[1]["image"].dtype, seen[1]["image"].tolist()) == (np.uint8, [[5, 6], [7, 8]])
 
 
+def test_a_batch_of_a_tokenizer_is_a_dict(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.data_collator = lambda features: transformers.BatchEncoding(padded(features))
+    batch = task_of(tmp_path, made).collate(TABLE)
+    assert (type(batch), len(batch["labels"])) == (dict, 12)
+
+
 def test_a_collator_that_drops_rows_is_refused(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     made.data_collator = lambda features: padded(features[1:])
