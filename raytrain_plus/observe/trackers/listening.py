@@ -1,0 +1,156 @@
+"""Run the listeners of one run, each on a thread of its own, in a process that has nothing else to do.
+
+    controller            events -> the run's log, events.ndjson
+                                       |
+    listeners' process                 +-> TensorBoard's files in the run's folder
+                                       +-> MLflow, Weights & Biases
+                                       +-> on_step, on_evaluate, on_checkpoint of the task
+
+Only `controller.record.listeners_actor` knows that the process is a Ray actor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import yaml
+
+from raytrain_plus.observe.trackers.bookmark import Bookmark
+from raytrain_plus.observe.trackers.callbacks import Callbacks, CalledTask
+from raytrain_plus.observe.trackers.listener import Follower, Listener, RunEnd
+from raytrain_plus.observe.trackers.tensorboard import TensorBoard
+from raytrain_plus.observe.trackers.trackers import CLIENT_TIMEOUTS, Tracked
+from raytrain_plus.storage.folders.claimed import Claim, Claimed
+from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.interface import Folder
+
+TENSORBOARD = "TensorBoard"
+CALLBACKS = "the task's callbacks"
+Metrics = Mapping[int, Mapping[str, float]]
+"""Metrics of evaluations, by step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listened:
+    """What the listeners' process is to do."""
+
+    folder: str
+    """The run's folder, as `open_folder` takes it."""
+    claim: Claim | None
+    """That of the controller, without which nothing is written there."""
+    job_yaml: str
+    """The resolved job."""
+    trackers: Sequence[str]
+    """The packages of the trackers that the job names."""
+    task: CalledTask | None
+    """None if the task has no callbacks."""
+    roots: Sequence[str]
+    """Folders from which the task is imported; the process runs in the first one."""
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables of the trackers: see `settings_for`."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What reports call the listeners."""
+        return [TENSORBOARD, *self.trackers, *([CALLBACKS] if self.task else [])]
+
+
+class News(NamedTuple):
+    """What the listeners have to say."""
+
+    texts: Sequence[str]
+    """Sentences for the run's user."""
+    left: Sequence[str]
+    """The names of those that have not heard of the whole run yet."""
+
+
+class Listening:
+    """The listeners of a run, from a start of this process on."""
+
+    def __init__(self, listened: Listened, behind: int, evaluated: Metrics) -> None:
+        """Begin. `behind`: see `Bookmark`; `evaluated`: the metrics of the evaluations up to now."""
+        self._run: Folder = Claimed(open_folder(listened.folder), listened.claim)
+        self._behind = behind
+        self._end = RunEnd()
+        self._changed = threading.Condition()
+        self._news: deque[str] = deque()
+        self._reported: set[str] = set()
+        self._left: list[str] = []
+        self._threads: list[threading.Thread] = []
+        self._begin(TENSORBOARD, "tensorboard", lambda _: TensorBoard(self._run.inside("tensorboard"), evaluated))
+        settings = yaml.safe_load(listened.job_yaml)
+        for name in listened.trackers:
+            self._begin(name, name, partial(Tracked, name, settings))
+        if listened.task is not None:
+            task = listened.task
+            self._begin(CALLBACKS, "callbacks", lambda _: Callbacks(task, self.report))
+
+    def _begin(self, name: str, file: str, make: Callable[[Bookmark], Listener]) -> None:
+        bookmark = Bookmark(self._run, file, self._behind)
+        follower = Follower(
+            name,
+            lambda: make(bookmark),
+            self._run,
+            bookmark,
+            self._end,
+            lambda cause, text: self.report(f"{name} {cause}", text),
+        )
+        self._left.append(name)
+        thread = threading.Thread(target=self._follow, args=(follower,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _follow(self, follower: Follower) -> None:
+        try:
+            follower.follow()
+        finally:
+            with self._changed:
+                self._left.remove(follower.name)
+                self._changed.notify_all()
+
+    def report(self, cause: str, text: str) -> None:
+        """See `Report`."""
+        with self._changed:
+            if cause not in self._reported:
+                self._reported.add(cause)
+                self._news.append(text)
+                self._changed.notify_all()
+
+    def news(self, timeout_s: float) -> News:
+        """Return what is new since the last call; wait up to `timeout_s` for it, or for the end of all listeners."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._news or not self._left, timeout_s)
+            return News([self._news.popleft() for _ in range(len(self._news))], tuple(self._left))
+
+    def end(self, status: str) -> None:
+        """Have all listeners hear of the rest of the log, and of the run's end; returns at once."""
+        self._end.ended(status)
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop all listeners after what they hear now, and wait for each of them, but not too long."""
+        self._end.stop()
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+
+def settle_process(listened: Listened, environment: MutableMapping[str, str]) -> None:
+    """Give this process the listeners' `environment`, working directory and search path.
+
+    The trackers' libraries take seconds to load, and change the environment of their process while Ray's threads read
+    it: before glibc 2.41 that can crash. So neither the controller nor the driver loads them.
+    """
+    # WANDB_SERVICE refers to one of W&B's own processes, on the machine where the run was started.
+    environment.pop("WANDB_SERVICE", None)
+    theirs = {**{name: environment.get(name, value) for name, value in CLIENT_TIMEOUTS.items()}, **listened.environment}
+    environment.update({name: value for name, value in theirs.items() if name != "WANDB_SERVICE"})
+    sys.path[:0] = [root for root in listened.roots if root not in sys.path]
+    with contextlib.suppress(OSError):
+        os.chdir(listened.roots[0])
