@@ -32,7 +32,7 @@ from raytrain_plus.controller.run import Run, merged
 from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership.group_state import Limits
-from raytrain_plus.observe.trackers.listening import Listened
+from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable
 from raytrain_plus.runs.history import Past

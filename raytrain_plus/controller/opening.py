@@ -13,8 +13,7 @@ from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.job.task_loader import run_facts
-from raytrain_plus.observe.trackers.callbacks import CalledTask
-from raytrain_plus.observe.trackers.listening import Listened
+from raytrain_plus.observe.trackers.listened import CalledTask, Listened
 from raytrain_plus.runs.folder import TASK, claim
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.claimed import Claimed

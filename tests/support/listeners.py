@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raytrain_plus.observe.trackers.listening import Listened, Listening
+from raytrain_plus.observe.trackers.listened import Listened
+from raytrain_plus.observe.trackers.listening import Listening
 
 
 def listened(run: Path, **changes: Any) -> Listened:

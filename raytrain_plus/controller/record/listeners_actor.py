@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raytrain_plus.observe.trackers.listening import Listened, Listening, Metrics, News, settle_process
+from raytrain_plus.observe.trackers.listened import Listened
+from raytrain_plus.observe.trackers.listening import Listening, Metrics, News, settle_process
 from raytrain_plus.runs.process import lives, this_process
 
 NEWS_S = 10.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,12 @@ import cloudpickle
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.job.task_loader import build_task, fault_of, load_task, users_frames
 from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.trackers.listened import CalledTask
 from raytrain_plus.observe.trackers.listener import Report
 from raytrain_plus.storage.folders.open import open_folder
-from raytrain_plus.task import RunFacts, Task
+from raytrain_plus.task import Task
 
 CALLS = ("on_step", "on_evaluate", "on_checkpoint")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CalledTask:
-    """The task whose methods are called, and the run that they hear of."""
-
-    task: str
-    """`module:Class`."""
-    pickled_task: bytes | None
-    """The class by value, if it cannot be imported."""
-    roots: tuple[str, ...]
-    """Folders from which the task is imported."""
-    args: Mapping[str, Any]
-    facts: RunFacts
-    checkpoints: str
-    """The folder of the run's checkpoints, as `open_folder` takes it."""
 
 
 def defined_callbacks(task: type[Task]) -> tuple[str, ...]:

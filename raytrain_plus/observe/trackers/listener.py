@@ -7,6 +7,7 @@ begin again with each controller, so that they make no bookmark.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
@@ -151,12 +152,9 @@ class Follower:
 
     def _store(self) -> None:
         self._stored_s = time.monotonic()
-        try:
+        # The controller writes there, too, and reports it.
+        with contextlib.suppress(OSError, FolderGone):
             self._bookmark.store()
-        except (OSError, FolderGone) as error:
-            self._report(
-                "unstored", f"{self.name}: {self._bookmark.file} cannot be written: {in_short(error, os.environ)}"
-            )
 
 
 def _batches(events: Iterator[RunEvent], most: int) -> Iterator[list[RunEvent]]:

@@ -17,50 +17,22 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import yaml
 
 from raytrain_plus.observe.trackers.bookmark import Bookmark
-from raytrain_plus.observe.trackers.callbacks import Callbacks, CalledTask
+from raytrain_plus.observe.trackers.listened import CALLBACKS, TENSORBOARD, CalledTask, Listened
 from raytrain_plus.observe.trackers.listener import Follower, Listener, RunEnd
 from raytrain_plus.observe.trackers.tensorboard import TensorBoard
 from raytrain_plus.observe.trackers.trackers import CLIENT_TIMEOUTS, Tracked
-from raytrain_plus.storage.folders.claimed import Claim, Claimed
+from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 
-TENSORBOARD = "TensorBoard"
-CALLBACKS = "the task's callbacks"
 Metrics = Mapping[int, Mapping[str, float]]
 """Metrics of evaluations, by step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Listened:
-    """What the listeners' process is to do."""
-
-    folder: str
-    """The run's folder, as `open_folder` takes it."""
-    claim: Claim | None
-    """That of the controller, without which nothing is written there."""
-    job_yaml: str
-    """The resolved job."""
-    trackers: Sequence[str]
-    """The packages of the trackers that the job names."""
-    task: CalledTask | None
-    """None if the task has no callbacks."""
-    roots: Sequence[str]
-    """Folders from which the task is imported; the process runs in the first one."""
-    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the trackers: see `settings_for`."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """What reports call the listeners."""
-        return [TENSORBOARD, *self.trackers, *([CALLBACKS] if self.task else [])]
 
 
 class News(NamedTuple):
@@ -90,8 +62,13 @@ class Listening:
         for name in listened.trackers:
             self._begin(name, name, partial(Tracked, name, settings))
         if listened.task is not None:
-            task = listened.task
-            self._begin(CALLBACKS, "callbacks", lambda _: Callbacks(task, self.report))
+            self._begin(CALLBACKS, "callbacks", partial(self._callbacks, listened.task))
+
+    def _callbacks(self, called: CalledTask, bookmark: Bookmark) -> Listener:
+        # It loads torch: more than a second, and 200 MB.
+        from raytrain_plus.observe.trackers.callbacks import Callbacks
+
+        return Callbacks(called, self.report)
 
     def _begin(self, name: str, file: str, make: Callable[[Bookmark], Listener]) -> None:
         bookmark = Bookmark(self._run, file, self._behind)

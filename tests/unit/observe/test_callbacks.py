@@ -12,8 +12,9 @@ import pytest
 
 from raytrain_plus import Task
 from raytrain_plus.observe.run_events import EventLog, Tail
-from raytrain_plus.observe.trackers.callbacks import CalledTask, call, defined_callbacks, raised, step_values
-from raytrain_plus.observe.trackers.listening import CALLBACKS, Listening
+from raytrain_plus.observe.trackers.callbacks import call, defined_callbacks, raised, step_values
+from raytrain_plus.observe.trackers.listened import CALLBACKS, CalledTask
+from raytrain_plus.observe.trackers.listening import Listening
 from raytrain_plus.storage.folders.claimed import Claim
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.task import RunFacts
@@ -255,9 +256,8 @@ def test_an_overtaken_controller_stores_nothing(tmp_path: Path, log: EventLog) -
     (tmp_path / "run" / "claim").write_text("another's")
     one = begun(tmp_path, log, claim=Claim("claim", b"ours"))
     steps(log, 0)
-    said = [text for text in finished(one) if text.startswith(CALLBACKS)]
-    assert len(said) == 1
-    assert f"{FILE} cannot be written: FolderGone" in said[0]
+    # TensorBoard's metrics are in a file that is opened once.
+    assert finished(one) == []
     assert bookmark(tmp_path) == {}
 
 
