@@ -31,8 +31,8 @@ def finished(listening: Listening, status: str = "finished") -> list[str]:
     said: list[str] = []
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        texts, left = listening.news(1.0)
-        said += texts
+        reports, left = listening.news(1.0)
+        said += [text for _, text in reports]
         if not left:
             return said
     raise AssertionError(f"they do not end: {left}")

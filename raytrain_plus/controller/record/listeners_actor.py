@@ -77,6 +77,7 @@ class RayListeners:
         """The call for news; None if the actor has not begun, or if it has nothing to do any more."""
         self._left = listened.names
         self._texts: list[str] = []
+        self._reported: set[str] = set()
         self._status = ""
         self._starts: list[float] = []
         """When the latest starts were, each within `STEADY_S` after the one before."""
@@ -107,7 +108,7 @@ class RayListeners:
             meanwhile()
         if self._asked is not None:
             late = ", ".join(self._left)
-            self._texts.append(f"not done within {END_S:.0f} s of the run's end, and may lack some of it: {late}")
+            self._say("late", f"not done within {END_S:.0f} s of the run's end, and may lack some of it: {late}")
         self.abandon()
 
     def abandon(self) -> None:
@@ -147,22 +148,28 @@ class RayListeners:
             if self._asked is None or not self._asked.done():
                 return
             try:
-                texts, self._left = self._asked.result()
+                reports, self._left = self._asked.result()
             except RayError:
                 self._died()
                 return
-            self._texts += texts
+            for cause, text in reports:
+                self._say(cause, text)
             if self._left:
                 self._ask()
             else:
                 self._asked = None
 
+    def _say(self, cause: str, text: str) -> None:
+        # Another process may report what an earlier one has reported.
+        if cause not in self._reported:
+            self._reported.add(cause)
+            self._texts.append(text)
+
     def _died(self) -> None:
         self._asked = None
         if len(self._starts) < MOST_STARTS:
-            if len(self._starts) == 1:
-                self._texts.append("the process of the run's listeners died and is started again")
+            self._say("died", "the process of the run's listeners died and is started again")
             self._start()
         else:
             names = ", ".join(self._left)
-            self._texts.append(f"the process of the run's listeners died {MOST_STARTS} times; without it: {names}")
+            self._say("gone", f"the process of the run's listeners died {MOST_STARTS} times; without it: {names}")

@@ -38,8 +38,8 @@ Metrics = Mapping[int, Mapping[str, float]]
 class News(NamedTuple):
     """What the listeners have to say."""
 
-    texts: Sequence[str]
-    """Sentences for the run's user."""
+    reports: Sequence[tuple[str, str]]
+    """Causes, and sentences for the run's user: see `Report`."""
     left: Sequence[str]
     """The names of those that have not heard of the whole run yet."""
 
@@ -53,7 +53,7 @@ class Listening:
         self._behind = behind
         self._end = RunEnd()
         self._changed = threading.Condition()
-        self._news: deque[str] = deque()
+        self._news: deque[tuple[str, str]] = deque()
         self._reported: set[str] = set()
         self._left: list[str] = []
         self._threads: list[threading.Thread] = []
@@ -98,7 +98,7 @@ class Listening:
         with self._changed:
             if cause not in self._reported:
                 self._reported.add(cause)
-                self._news.append(text)
+                self._news.append((cause, text))
                 self._changed.notify_all()
 
     def news(self, timeout_s: float) -> News:

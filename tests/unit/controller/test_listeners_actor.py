@@ -77,9 +77,14 @@ def test_news_are_passed_on_without_waiting(ray: FakeRay, tmp_path: Path) -> Non
     one = begun(tmp_path)
     assert ray.started[0][1:3] == (7, {1: {"accuracy": 0.5}})
     assert one.news() == []
-    ray.asked.set_result(News(["slow"], ("mlflow",)))
-    assert (one.news(), one.news()) == (["slow"], [])
+    ray.asked.set_result(News([("slow", "mlflow is slow")], ("mlflow",)))
+    assert (one.news(), one.news()) == (["mlflow is slow"], [])
     assert not ray.asked.done()
+    # The next process says the same.
+    ray.die()
+    one.news()
+    ray.asked.set_result(News([("slow", "mlflow is slow, too"), ("bad", "it fails")], ("mlflow",)))
+    assert one.news() == ["it fails"]
 
 
 def test_a_process_that_dies_is_started_again_and_given_up_at_last(ray: FakeRay, tmp_path: Path) -> None:
@@ -110,7 +115,7 @@ def test_deaths_that_are_far_apart_do_not_add_up(ray: FakeRay, tmp_path: Path, m
 def test_the_end_waits_until_all_have_heard_of_it_even_in_another_process(ray: FakeRay, tmp_path: Path) -> None:
     one = begun(tmp_path)
     ray.die()
-    left = [News(["late news"], ("mlflow",)), News([], ())]
+    left = [News([("late", "late news")], ("mlflow",)), News([], ())]
 
     def meanwhile() -> None:
         if left:

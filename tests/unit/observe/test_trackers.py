@@ -132,7 +132,7 @@ def test_what_a_dead_controller_has_not_delivered_the_next_one_does(
     monkeypatch.setenv("WANDB_MODE", "1/0")
     one = begun(wandb)
     write(log, step(0))
-    until(lambda: one.news(1.0).texts)
+    until(lambda: one.news(1.0).reports)
     one.stop(30)
     monkeypatch.delenv("WANDB_MODE")
     write(log, step(1))
@@ -146,7 +146,7 @@ def test_a_failing_library_is_reported_once(wandb: Path, log: EventLog, monkeypa
     one = begun(wandb)
     write(log, step(0))
     said: list[str] = []
-    until(lambda: said.extend(one.news(1.0).texts) or said)
+    until(lambda: said.extend(text for _, text in one.news(1.0).reports) or said)
     assert said + finished(one, "failed") == [
         "wandb does not accept events; retrying: ZeroDivisionError: *** by zero",
         "wandb lacks the end of the run, which the run's events contain",
