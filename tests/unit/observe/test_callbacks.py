@@ -171,6 +171,16 @@ def test_the_next_process_of_a_controller_continues_behind_the_last_call(tmp_pat
     assert heard_steps(tmp_path) == [0, 1, 2, 3]
 
 
+def test_a_stop_comes_between_two_calls_and_the_next_process_makes_the_rest(tmp_path: Path, log: EventLog) -> None:
+    one = begun(tmp_path, log, "time.sleep(0.02)")
+    steps(log, *range(40))
+    until(lambda: heard_steps(tmp_path))
+    one.stop(30)
+    assert 0 < len(heard_steps(tmp_path)) < 40
+    assert finished(begun(tmp_path, log)) == []
+    assert heard_steps(tmp_path) == [*range(40)]
+
+
 def test_the_next_controller_continues_where_the_last_one_was(tmp_path: Path, log: EventLog) -> None:
     one = begun(tmp_path, log)
     steps(log, 0, 1)

@@ -113,6 +113,14 @@ def test_one_run_across_restarts(wandb: Path, log: EventLog) -> None:
     assert len(list((wandb / "run" / "tensorboard").iterdir())) == 2
 
 
+def test_the_id_of_the_trackers_run_is_kept_as_soon_as_it_has_one(wandb: Path, log: EventLog) -> None:
+    one = begun(wandb)
+    file = wandb / "run" / "trackers" / "wandb.json"
+    until(lambda: file.exists() and "run" in json.loads(file.read_text()))
+    assert "finish" not in [call[0] for call in calls(wandb)]
+    finished(one)
+
+
 def test_a_run_of_an_older_version_is_continued_with_new_steps(wandb: Path, log: EventLog) -> None:
     """It kept the id of the tracker's run, and no place: what it lacked was lost."""
     write(log, step(0))
