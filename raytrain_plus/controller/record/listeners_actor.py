@@ -1,6 +1,7 @@
 """Run a run's listeners in a Ray actor on the controller's node, start it again if it dies, and end it.
 
-The actor uses no CPU. Nobody waits for it before the end of the run, and then for a limited time.
+Only a run with trackers or callbacks has this actor. It uses no CPU. Nobody waits for it before the end of the run, and
+then for a limited time.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raytrain_plus.controller.record.listeners import ALIVE_S, END_S, Listeners, LocalListeners, late
 from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.listening import Listening, Metrics, News, settle_process
 from raytrain_plus.runs.process import lives, this_process
 
 NEWS_S = 10.0
 """Maximum seconds for which a call for news waits in the actor."""
-END_S = 30.0
-"""Maximum seconds for the listeners to hear of the rest when the run ends, including their start in a short run."""
 MOST_STARTS = 4
 """Maximum starts of the process, each within `STEADY_S` after the last one."""
 STEADY_S = 60.0
@@ -31,6 +31,15 @@ LOOK_S = 0.5
 """Seconds between two looks whether the controller lives."""
 GOING_S = 5.0
 """Maximum seconds for the call in progress when the controller has died."""
+
+
+def listeners_on(listened: Listened, node: str) -> Listeners:
+    """Return what runs these listeners: this process if TensorBoard is the only one, else an actor on this node.
+
+    TensorBoard's writer is ours and loads nothing. A tracker's library and a task's methods may load anything, and may
+    end their process.
+    """
+    return RayListeners(listened, node) if listened.trackers or listened.task else LocalListeners(listened)
 
 
 class ListenersActor:
@@ -102,13 +111,12 @@ class RayListeners:
             self._status = status
             if self._actor is not None:
                 self._actor.end.remote(status)
-        while (asked := self._asked) is not None and time.monotonic() < deadline:
-            wait([asked], min(1.0, END_S))
+        while (asked := self._asked) is not None and (left_s := deadline - time.monotonic()) > 0:
+            wait([asked], min(ALIVE_S, left_s))
             self._hear()
             meanwhile()
         if self._asked is not None:
-            late = ", ".join(self._left)
-            self._say("late", f"not done within {END_S:.0f} s of the run's end, and may lack some of it: {late}")
+            self._say("late", late(self._left, END_S))
         self.abandon()
 
     def abandon(self) -> None:

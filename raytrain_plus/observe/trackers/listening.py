@@ -1,12 +1,12 @@
-"""Run the listeners of one run, each on a thread of its own, in a process that has nothing else to do.
+"""Run the listeners of one run, each on a thread of its own, in whatever process this is.
 
-    controller            events -> the run's log, events.ndjson
-                                       |
-    listeners' process                 +-> TensorBoard's files in the run's folder
-                                       +-> MLflow, Weights & Biases
-                                       +-> on_step, on_evaluate, on_checkpoint of the task
+    controller      events -> the run's log, events.ndjson
+                                 |
+    listeners                    +-> TensorBoard's files in the run's folder
+                                 +-> MLflow, Weights & Biases
+                                 +-> on_step, on_evaluate, on_checkpoint of the task
 
-Only `controller.record.listeners_actor` knows that the process is a Ray actor.
+Only `controller.record.listeners_actor` decides where they run: in the controller's process or in a Ray actor.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Listening:
         self._news: deque[tuple[str, str]] = deque()
         self._reported: set[str] = set()
         self._left: list[str] = []
+        self._told: Sequence[str] = listened.names
+        """Those that the last news named as left."""
         self._threads: list[threading.Thread] = []
         self._begin(TENSORBOARD, "tensorboard", lambda _: TensorBoard(self._run.inside("tensorboard"), evaluated))
         settings = yaml.safe_load(listened.job_yaml)
@@ -102,10 +104,11 @@ class Listening:
                 self._changed.notify_all()
 
     def news(self, timeout_s: float) -> News:
-        """Return what is new since the last call; wait up to `timeout_s` for it, or for the end of all listeners."""
+        """Return what is new since the last call; wait up to `timeout_s` for a report, or for a listener's end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._news or not self._left, timeout_s)
-            return News([self._news.popleft() for _ in range(len(self._news))], tuple(self._left))
+            self._changed.wait_for(lambda: self._news or not self._left or len(self._left) < len(self._told), timeout_s)
+            self._told = tuple(self._left)
+            return News([self._news.popleft() for _ in range(len(self._news))], self._told)
 
     def end(self, status: str) -> None:
         """Have all listeners hear of the rest of the log, and of the run's end; returns at once."""
