@@ -10,7 +10,7 @@ class Digits(Task):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -157,8 +157,9 @@ class Task:
         """Return metrics that are no means over rows, given the values of all rows. Optional.
 
         `outputs`: for each name for which `evaluate` returned a value per row (a label, a score, a row of logits), the
-        tensor over all held-out rows, in their order, on the CPU. Called on one worker in each evaluation; the outputs
-        must fit into the memory of each worker. Numbers that `evaluate` returned are averaged as ever, and the values
+        tensor over all held-out rows, in their order, on the CPU. Rows of numbers that are longer in some batches than
+        in others are filled up with -100. Called on one worker in each evaluation; the outputs must fit into the memory
+        of each worker. Numbers that `evaluate` returned are averaged as ever, and the values
         of rows only given to this method. Metric objects of torchmetrics are used here, on the whole set:
 
             def evaluate(self, model, batch):
@@ -206,6 +207,13 @@ class Task:
     def show(self, model: nn.Module) -> str | None:
         """Return a few lines to print at the end of training, such as a sample from the model, or None."""
         return None
+
+    def remarks(self) -> Sequence[str]:
+        """Return sentences that whoever runs the task should know, once its model is built. Default: none.
+
+        `raytrain validate` shows them, and each run once. For tasks that are written for others.
+        """
+        return ()
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """Hear of a committed step. Optional, as `on_evaluate` and `on_checkpoint`: by default nothing is called.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 PAGES = (
     "README.md",
     "jobs/README.md",
+    "jobs/bring.md",
     "jobs/data.md",
     "jobs/parallel.md",
     "jobs/recovery.md",

@@ -326,11 +326,15 @@ def status(run: str | None, storage: str, address: str | None, as_json: bool) ->
 @cli.command()
 @_run
 @_storage
-@click.option("--to", required=True, type=click.Path(path_type=Path), help="The file to write.")
+@click.option("--to", required=True, type=click.Path(path_type=Path), help="The file, or the folder, to write.")
 @click.option("--best", is_flag=True, help="The best checkpoint, by the metric of checkpoint.keep_best.")
 @click.option("--step", type=click.IntRange(1), help="The checkpoint after this step, as `raytrain status` shows it.")
 @click.option(
-    "--format", "kind", type=click.Choice(["safetensors", "torch-export"]), default="safetensors", show_default=True
+    "--format",
+    "kind",
+    type=click.Choice(["safetensors", "transformers", "torch-export"]),
+    default="safetensors",
+    show_default=True,
 )
 @click.option(
     "--dtype",
@@ -340,7 +344,7 @@ def status(run: str | None, storage: str, address: str | None, as_json: bool) ->
     help="bf16: weights rounded to bfloat16.",
 )
 def export(run: str, storage: str, to: Path, best: bool, step: int | None, kind: str, dtype: str) -> int:
-    """Write the model of a run to a file.
+    """Write the model of a run to a file or a folder.
 
     RUN: a folder, an address, or a name; or the folder of a checkpoint. Without --best and --step it is the newest.
     """

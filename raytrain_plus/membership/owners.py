@@ -89,13 +89,13 @@ def balanced(
 def layers_of(rows: Pieces) -> dict[str, Pieces]:
     """Return the rows of each layer's weights, whose names begin with it.
 
-    >>> found = layers_of(Pieces.of([Piece("optim/a.w"), Piece("optim/b.w"), Piece("optim/a.v")]))
+    >>> found = layers_of(Pieces.of([Piece("a.w"), Piece("b.w"), Piece("a.v")]))
     >>> {layer: one.names for layer, one in found.items()}
-    {'a': ('optim/a.v', 'optim/a.w'), 'b': ('optim/b.w',)}
+    {'a': ('a.v', 'a.w'), 'b': ('b.w',)}
     """
     found: dict[str, list[Piece]] = {}
     for piece in rows:
-        found.setdefault(piece.name.partition("/")[2].partition(".")[0], []).append(piece)
+        found.setdefault(piece.name.partition(".")[0], []).append(piece)
     return {layer: Pieces.of(pieces) for layer, pieces in found.items()}
 
 

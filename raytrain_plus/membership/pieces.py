@@ -1,7 +1,8 @@
 """Divide a training state into pieces, and compute with sets of them: which worker has, lacks or gives which. Pure.
 
-A piece is a range of rows of something that has a name: a tensor of the model, or a layer with all its tensors (one
-row). The optimizer's state of a parameter belongs to the parameter's piece.
+A piece is a range of rows of something that has a name: a tensor of the state, a weight of the model, or a layer with
+all its tensors (one row). The optimizer's state of rows of a weight belongs to their piece. Weights and layers can be
+in one set: a weight's name is that of its layer, a dot, and more, and the names of layers have no dots.
 """
 
 from __future__ import annotations

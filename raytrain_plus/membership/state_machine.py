@@ -534,6 +534,14 @@ def _saved(group: Group, event: e.Saved) -> Outcome:
     return replace(group, durable=max(group.durable, event.step)), []
 
 
+def _saved_gather(group: Group, event: e.Saved) -> Outcome:
+    group = _saved(group, event)[0]
+    if event.step <= group.committed:
+        return group, []
+    # It was made before the group went back. Its step was committed, and is not made again.
+    return _settle(replace(group, committed=event.step))
+
+
 def _copied(group: Group, event: e.Copied) -> Outcome:
     for name in group.workers:
         copies = frozenset((event.step, stage) for stage in event.copies.get(name, ()))
@@ -841,7 +849,7 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Late): Rule(_late_gather, (_G, _J, _C, _E)),
     (_G, e.Stuck): Rule(_nothing, (_G,)),
     (_G, e.Handed): Rule(_nothing, (_G,)),
-    (_G, e.Saved): Rule(_saved, (_G,)),
+    (_G, e.Saved): Rule(_saved_gather, (_G,)),
     (_G, e.Unreadable): Rule(_unreadable_gather, (_G, _J)),
     (_J, e.Up): Rule(_up, (_J,)),
     (_J, e.Ready): Rule(_ready, (_J,)),

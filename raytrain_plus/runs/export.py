@@ -21,11 +21,12 @@ from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, WaitExpired, first_line
 from raytrain_plus.job.settings import Job
-from raytrain_plus.job.task_loader import as_task_error, load_user_code
+from raytrain_plus.job.task_loader import UserCode, as_task_error, load_user_code
 from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
+from raytrain_plus.runs.pretrained_folder import FromFolder, write_folder
 from raytrain_plus.runs.program import exported, taken
 from raytrain_plus.state.entry import to_export
 from raytrain_plus.state.finite import not_finite
@@ -235,12 +236,12 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
 def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: str = "fp32") -> str:
     """Export a checkpoint of a run, given by name, folder or address, or by the checkpoint's own folder.
 
-    `kind`: `safetensors` or `torch-export`. `dtype`: see `export_weights`. Returns what was written, as a sentence.
-    Raises `InputError` for a program in bf16.
+    `kind`: `safetensors`, `transformers` or `torch-export`. `dtype`: see `export_weights`. Returns what was written, as
+    a sentence. Raises `InputError` for anything but the first in bf16.
     """
     if kind != "safetensors" and dtype != "fp32":
         raise InputError(
-            f"--dtype {dtype} cannot be combined with --format {kind}: a program computes in the model's own dtypes",
+            f"--dtype {dtype} cannot be combined with --format {kind}, which has the model's own dtypes",
             remedy="leave out --dtype, or use --format safetensors",
         )
     at, which = which_of(run, which)
@@ -248,6 +249,8 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
     takes = ""
     if kind == "safetensors":
         manifest = export_weights(folder, to, which, dtype)
+    elif kind == "transformers":
+        manifest = export_folder(folder, to, [Path.cwd()], which)
     else:
         manifest, inputs = export_program(folder, to, [Path.cwd()], which)
         takes = f"; it takes {inputs}"
@@ -289,16 +292,11 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     Returns the manifest of the checkpoint, and what the program takes, in words. Raises `InputError` if torch cannot
     export the model, `TaskError` if the task fails.
     """
-    job = job_of(run)
-    assert isinstance(job.task, str)
+    job, code = _job_and_code(run, roots)
     manifest, weights = weights_of(run, which)
-    code = load_user_code(job, roots)
     seen = _as_trained(run, job, roots)
     sample_order = sample_order_of(job, seen)
-    set_random_key(random_key(job.seed, "task"))
-    task = task_of(job, code.task, sample_order.steps)
-    module = build_model(task, job.seed, CPU).module
-    put_weights(weights, module, run.where)
+    task, module = _trained(run, job, code, weights, sample_order.steps)
     module.eval()
     rows = rows_of(job, seen, code.transform)
     table = pa.concat_tables([without_ids(rows.read(one)) for one in sample_order.row_ranges(0, 0)])
@@ -317,6 +315,38 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
         ) from error
     _whole(to, lambda part: torch.export.save(program, part))
     return manifest, taken(program)
+
+
+def export_folder(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:
+    """Write a model of a run as a folder that `from_pretrained` opens, with the tokenizer or processor of the job.
+
+    Returns the manifest of the checkpoint. Raises `InputError` for a model that is none of Transformers'.
+    """
+    job, code = _job_and_code(run, roots)
+    manifest, weights = weights_of(run, which)
+    # What it learned from does not matter to it: `Task.run` says how long a run is.
+    task, module = _trained(run, job, code, weights, manifest.step + 1)
+    beside = [task.folder] if isinstance(task, FromFolder) and task.folder is not None else []
+    tokenizer = None if job.data.tokenizer is None else Path(job.data.tokenizer)
+    if tokenizer is not None:
+        beside.append(tokenizer if tokenizer.is_dir() else tokenizer.parent)
+    write_folder(module, to, beside)
+    return manifest
+
+
+def _job_and_code(run: Folder, roots: Sequence[Path]) -> tuple[Job, UserCode]:
+    job = job_of(run)
+    assert isinstance(job.task, str), "the job of a run names its task"
+    return job, load_user_code(job, roots)
+
+
+def _trained(run: Folder, job: Job, code: UserCode, weights: Weights, steps: int) -> tuple[Task, nn.Module]:
+    """Return the task, and its model with these weights."""
+    set_random_key(random_key(job.seed, "task"))
+    task = task_of(job, code.task, steps)
+    module = build_model(task, job.seed, CPU).module
+    put_weights(weights, module, run.where)
+    return task, module
 
 
 def _arguments(task: Task, module: nn.Module, table: pa.Table, where: str) -> tuple[tuple[Any, ...], Mapping[str, Any]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 import torch
 
 from raytrain_plus.errors import TrainingError
-from raytrain_plus.state.transfer import Array, Packed
+from raytrain_plus.state.transfer import Array
+from raytrain_plus.state.weight_rows import Tensors, name_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -42,9 +43,9 @@ def not_finite_message(step: int, names: Collection[str]) -> str:
     )
 
 
-def as_tensors(packed: Mapping[str, Packed]) -> Named:
+def as_tensors(packed: Tensors) -> Named:
     """Return tensors that share the memory of packed ones; it must be writable."""
-    return ((name, tensor_of(dtype, data).reshape(shape)) for name, (dtype, shape, data) in packed.items())
+    return ((name_of(key), tensor_of(dtype, data).reshape(shape)) for key, (dtype, shape, data) in packed.items())
 
 
 def tensor_of(dtype: str, data: Array) -> torch.Tensor:

@@ -1,37 +1,16 @@
-"""Which rows of which tensors of the state a worker has, as its export and its checkpoints need them."""
+"""Rows of the tensors of the state that a worker has, as its export and its checkpoints need them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from raytrain_plus.membership.pieces import Piece, Pieces, split
 from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.named import entry_of
-from raytrain_plus.state.weight_rows import WeightRows, whole_name
-
-
-@dataclass(frozen=True)
-class HeldRows:
-    """The rows of weights that a worker changes, and how many rows each weight has; see `rows`."""
-
-    owned: Sequence[WeightRows]
-    row_counts: Mapping[str, int]
-
-    @cached_property
-    def by_weight(self) -> Mapping[str, Sequence[WeightRows]]:
-        """Those of each weight that has any."""
-        found: dict[str, list[WeightRows]] = {}
-        for rows in self.owned:
-            found.setdefault(rows.weight, []).append(rows)
-        return found
-
-    def of(self, weight: str) -> Sequence[WeightRows]:
-        """Return those of one weight."""
-        return self.by_weight.get(weight, ())
+from raytrain_plus.state.weight_rows import TensorRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,34 +59,30 @@ class HeldTensor:
         return self.value[first - self.first : last - self.first]
 
 
-def held_tensors(tensors: Mapping[str, torch.Tensor], held: HeldRows | None) -> list[HeldTensor]:
-    """Return the state's tensors, restricted to these rows of weights and optimizer state.
-
-    `tensors`: see `state.holding`. `held`: None if nothing is sharded. A number that belongs to all rows of a weight
-    goes with the first row.
-    """
-    return [found for name, value in tensors.items() for found in _held(name, value, held)]
+def whole_tensors(tensors: Mapping[str, torch.Tensor]) -> list[HeldTensor]:
+    """Return tensors of the state with all their rows."""
+    return [_whole(name, value) for name, value in tensors.items()]
 
 
-def of_weights(tensor: str, row_counts: Mapping[str, int]) -> bool:
-    """Return whether a tensor of the state belongs to one of these weights."""
-    rows = whole_name(tensor)[1]
-    return rows is not None and rows.weight in row_counts
-
-
-def _held(name: str, value: torch.Tensor, held: HeldRows | None) -> Iterator[HeldTensor]:
+def _whole(name: str, value: torch.Tensor) -> HeldTensor:
     count = (len(value) if value.dim() else 1) or 1
-    whole, rows = whole_name(name)
-    if held is None or rows is None or rows.weight not in held.row_counts:
-        yield HeldTensor(name, value, 0, count, count)
-        return
-    row_counts = held.row_counts[rows.weight]
-    first, last = (0, row_counts) if rows.last is None else (rows.first, rows.last)
-    if not value.dim() or row_counts == 1:
-        if first == 0 and any(one.first == 0 for one in held.of(rows.weight)):
-            yield HeldTensor(whole, value, 0, count, count)
-        return
-    for one in held.of(rows.weight):
-        low, high = max(first, one.first), min(last, row_counts if one.last is None else one.last)
-        if low < high:
-            yield HeldTensor(whole, value[low - first : high - first], low, high, row_counts)
+    return HeldTensor(name, value, 0, count, count)
+
+
+def held_tensors(
+    tensors: Mapping[TensorRows, torch.Tensor], wanted: Pieces, row_counts: Mapping[str, int]
+) -> list[HeldTensor]:
+    """Return what belongs to the wanted rows of weights, given the tensors of the rows held here.
+
+    `row_counts`: how many rows each weight has. A number that belongs to all rows of a weight goes with the first row.
+    """
+    return [one for key, value in tensors.items() for one in _held(key, value, wanted, row_counts[key.rows.name])]
+
+
+def _held(key: TensorRows, value: torch.Tensor, wanted: Pieces, count: int) -> Iterator[HeldTensor]:
+    rows, name = key
+    if value.dim() and count > 1:
+        for _, first, last in Pieces.of([rows]) & wanted:
+            yield HeldTensor(name, value[first - rows.first : last - rows.first], first, last, count)
+    elif not rows.first and wanted.end(rows.name, 0):
+        yield _whole(name, value)

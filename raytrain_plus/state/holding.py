@@ -1,27 +1,29 @@
 """A worker's training state: everything that a step changes, as named tensors and a JSON tree.
 
 Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, `ema/<name>`, and for
-tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once.
+tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once. If
+the optimizer's state is sharded, what belongs to rows of weights has keys with the rows beside the name: see
+`weight_rows`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.pieces import Piece
 from raytrain_plus.state.entry import Cut
 from raytrain_plus.state.json_tree import Json, from_json, to_json
-from raytrain_plus.state.weight_rows import parse_rows, weight_of
-
-Named = TypeVar("Named", bound=torch.Tensor)
+from raytrain_plus.state.weight_rows import TensorKey, key_of, name_of
 
 SKIPPED = "skipped"
 """A key of `Holding.counts`: the consecutive steps, up to the state's own, skipped because sums were not finite."""
@@ -81,13 +83,30 @@ def rules_of(tree: Json) -> dict[str, bool]:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Which rows of weights a worker changes, if the optimizer's state is sharded."""
+
+    rows: Sequence[Piece]
+    """For each of the optimizer's parameters, the rows of a weight that it is; of some weights there are none."""
+    counts: Mapping[str, int]
+    """How many rows each weight has; one if it is not divided."""
+    whole: Sequence[tuple[str, nn.Parameter]]
+    """The weights whose values are the same on all workers."""
+
+    @property
+    def divided(self) -> set[str]:
+        """The tensors of the weights that are the same on all workers; each worker writes rows of them, too."""
+        return {f"param/{name}" for name, _ in self.whole}
+
+
+@dataclass(frozen=True, slots=True)
 class Holding:
     """The live training state."""
 
     buffers: Mapping[str, torch.Tensor]
     """The committed buffers."""
     parameters: Sequence[tuple[str, nn.Parameter]]
-    """The trained parameters; where the optimizer's state is sharded, the rows of them that change here (`rows`)."""
+    """The trained parameters; if the optimizer's state is sharded, rows of them, under the names of their weights."""
     frozen: Sequence[tuple[str, nn.Parameter]]
     """The parameters that are not trained."""
     optimizer: torch.optim.Optimizer | None
@@ -105,8 +124,8 @@ class Holding:
     """Rules of the run's steps that older versions did not have: see `LEFT_ALONE`."""
     averages: Sequence[tuple[str, torch.Tensor]] = ()
     """The averages of the trained parameters, if the job has any."""
-    whole: Sequence[tuple[str, nn.Parameter]] | None = None
-    """Where the optimizer's state is sharded, the trained parameters that are the same on all workers."""
+    layout: RowLayout | None = None
+    """None if the optimizer's state is not sharded."""
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     """How the modules are cut that have slices, by their names in the model that is not cut."""
     copies: StateCopies = field(default_factory=lambda: StateCopies(torch.device("cpu")))
@@ -116,41 +135,53 @@ class Holding:
     kind; both as in the model that is not cut."""
 
     @property
-    def weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model; where the optimizer's state is sharded, masters have some rows only."""
-        if self.whole is None:
-            yield from self.parameters
-        else:
-            yield from self.whole
-            same = {name for name, _ in self.whole}
-            yield from ((name, value) for name, value in rows_held(self.parameters) if weight_of(name) not in same)
-        yield from self.frozen
+    def rows(self) -> Iterable[Piece | None]:
+        """For each of the optimizer's parameters, the rows of a weight that it is; None for each if it is a weight."""
+        return itertools.repeat(None) if self.layout is None else self.layout.rows
 
 
-def model_state(holding: Holding) -> dict[str, torch.Tensor]:
-    """Return parameters, their averages and buffers by name: the state that exists before any step."""
-    tensors = {f"param/{name}": value.detach() for name, value in holding.weights}
-    tensors |= {f"ema/{name}": value.detach() for name, value in rows_held(holding.averages)}
+def model_state(holding: Holding, *, with_values: bool = False) -> dict[TensorKey, torch.Tensor]:
+    """Return parameters, their averages and buffers: the state that exists before any step.
+
+    `with_values`: also the rows held here of weights that are the same on all workers, beside these weights.
+    """
+    shared = () if holding.layout is None else holding.layout.whole
+    whole = set[str]() if with_values else {f"param/{name}" for name, _ in shared}
+    trained = _by_rows(holding, "param", holding.parameters)
+    tensors = {key: value for key, value in trained.items() if name_of(key) not in whole}
+    tensors |= {f"param/{name}": value.detach() for name, value in (*shared, *holding.frozen)}
+    tensors |= _by_rows(holding, "ema", holding.averages)
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
+
+
+def _by_rows(holding: Holding, kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> dict[TensorKey, torch.Tensor]:
+    """Return values of the parameters by their keys, without those that are no rows of their weight."""
+    return {
+        key_of(rows, f"{kind}/{name}"): value.detach()
+        for rows, (name, value) in zip(holding.rows, named, strict=False)
+        if rows is None or rows.first < rows.last
+    }
+
+
+def optimized(holding: Holding) -> Iterator[tuple[Piece | None, str, dict[str, Any]]]:
+    """Yield the optimizer's state of each parameter, with the rows that it is, if any, and its weight."""
+    known = {id(value): (rows, name) for rows, (name, value) in zip(holding.rows, holding.parameters, strict=False)}
+    for parameter, state in holding.optimizer.state.items() if holding.optimizer is not None else ():
+        yield *known[id(parameter)], state
 
 
 def listed_weights(holding: Holding) -> dict[str, bool]:
     """Return the names of the parameters, and whether the optimizer has a state of each."""
-    names = {id(value): weight_of(name) for name, value in holding.parameters}
-    optimized = holding.optimizer.state if holding.optimizer is not None else {}
-    stateful = {names[id(value)] for value, state in optimized.items() if state}
-    return {weight_of(name): weight_of(name) in stateful for name, _ in holding.weights}
+    stateful = {name for _, name, state in optimized(holding) if state}
+    listed = [name for name, _ in (holding.parameters if holding.layout is None else holding.layout.whole)]
+    listed += [rows.name for rows in (() if holding.layout is None else holding.layout.rows) if rows.first < rows.last]
+    return {name: name in stateful for name in (*listed, *(name for name, _ in holding.frozen))}
 
 
-def rows_held(named: Sequence[tuple[str, Named]]) -> Iterator[tuple[str, Named]]:
-    """Yield the parameters without those that stand for no row of their weight."""
-    return ((name, value) for name, value in named if parse_rows(name)[1:] != (0, 0))
-
-
-def saved_model(holding: Holding) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model's `state_dict`, named as in the state. Also valid while a step computes."""
+def saved_model(holding: Holding) -> dict[TensorKey, torch.Tensor]:
+    """Return the tensors of the model's `state_dict`, with the values of rows. Also valid while a step computes."""
     unsaved = {f"buffer/{name}" for name in holding.buffers.keys() - set(holding.persistent)}
-    return {name: value for name, value in model_state(holding).items() if name not in unsaved}
+    return {key: value for key, value in model_state(holding, with_values=True).items() if key not in unsaved}
 
 
 def scale_values(counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -161,9 +192,12 @@ def scale_values(counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
 
 
-def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
-    """Return the state as live tensors and a JSON tree. Raises `TaskError` for values that JSON cannot hold."""
-    tensors = model_state(holding)
+def describe_state(holding: Holding, *, with_values: bool = False) -> tuple[dict[TensorKey, torch.Tensor], Json]:
+    """Return the state as live tensors and a JSON tree; `with_values`: see `model_state`.
+
+    Raises `TaskError` for values that JSON cannot hold.
+    """
+    tensors, others = model_state(holding, with_values=with_values), dict[str, torch.Tensor]()
     rest = {
         "scales": dict(holding.scales),
         "counts": dict(holding.counts),
@@ -176,21 +210,22 @@ def describe_state(holding: Holding) -> tuple[dict[str, torch.Tensor], Json]:
     if holding.optimizer is None:
         return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
     names = {id(value): name for name, value in holding.parameters}
-    optimizer = {
-        names[id(parameter)]: to_json(dict(state), f"optim/{names[id(parameter)]}", tensors)
-        for parameter, state in holding.optimizer.state.items()
-    }
+    optimizer = {}
+    for rows, name, state in optimized(holding):
+        own: dict[str, torch.Tensor] = {}
+        optimizer[name] = to_json(dict(state), f"optim/{name}", own)
+        tensors |= {key_of(rows, tensor): value for tensor, value in own.items()}
     groups = [
         {
             "parameters": _weights(group, names),
-            "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", tensors),
+            "settings": to_json({k: v for k, v in group.items() if k != "params"}, f"group/{number}", others),
         }
         for number, group in enumerate(holding.optimizer.param_groups)
     ]
     scheduler = None
     if holding.scheduler is not None:
-        scheduler = to_json(holding.scheduler.state_dict(), "scheduler", tensors)
-    return tensors, {
+        scheduler = to_json(holding.scheduler.state_dict(), "scheduler", others)
+    return tensors | others, {
         "classes": _classes(holding),
         "optimizer": optimizer,
         "groups": groups,
@@ -207,8 +242,7 @@ def _classes(holding: Holding) -> dict[str, str | None]:
 
 def _weights(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
     """Return the weights of an optimizer's group; its parameters may be rows of them."""
-    found = (names[id(parameter)] for parameter in group["params"] if id(parameter) in names)
-    return list(dict.fromkeys(map(weight_of, found)))
+    return list(dict.fromkeys(names[id(parameter)] for parameter in group["params"] if id(parameter) in names))
 
 
 def class_differences(tree: Json, holding: Holding) -> list[str]:
@@ -249,8 +283,8 @@ def settings_kept(tree: Json, holding: Holding) -> list[str]:
     return found
 
 
-def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device], torch.Tensor]) -> None:
-    """Load optimizer, scheduler and grids from a tree; `tensor(name, device)` returns the tensors.
+def load_tree(tree: Json, holding: Holding, tensor: Callable[[TensorKey, torch.device], torch.Tensor]) -> None:
+    """Load optimizer, scheduler and grids from a tree; `tensor(key, device)` returns the tensors.
 
     Raises `TaskError` if optimizer or scheduler are of other classes or have other groups, before changing anything.
     """
@@ -260,7 +294,6 @@ def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device]
     others = class_differences(tree, holding)
     if others:
         raise TaskError(f"the task does not match the state to load: {'; '.join(others)}")
-    by_name = dict(holding.parameters)
     names = {id(value): name for name, value in holding.parameters}
     mine = [set(_weights(group, names)) for group in holding.optimizer.param_groups]
     if mine != [set(group["parameters"]) for group in tree["groups"]]:
@@ -268,15 +301,20 @@ def load_tree(tree: Json, holding: Holding, tensor: Callable[[str, torch.device]
             "the optimizer has other parameter groups than the state to load: "
             f"{len(mine)} here, {len(tree['groups'])} there"
         )
-    any_device = next(iter(by_name.values())).device
+    any_device = holding.parameters[0][1].device
 
-    def at(device: torch.device) -> Callable[[str, bool], torch.Tensor]:
+    def at(device: torch.device, rows: Piece | None = None) -> Callable[[str, bool], torch.Tensor]:
         # A step count stays on the CPU if the optimizer keeps it there.
-        return lambda name, on_cpu: tensor(name, torch.device("cpu") if on_cpu else device)
+        return lambda name, on_cpu: tensor(key_of(rows, name), torch.device("cpu") if on_cpu else device)
 
+    of_weight: dict[str, list[tuple[nn.Parameter, Piece | None]]] = {}
+    for rows, (name, value) in zip(holding.rows, holding.parameters, strict=False):
+        of_weight.setdefault(name, []).append((value, rows))
     holding.optimizer.state.clear()
     for name, state in tree["optimizer"].items():
-        holding.optimizer.state[by_name[name]] = from_json(state, at(by_name[name].device))
+        for value, rows in of_weight[name]:
+            if rows is None or rows.first < rows.last:
+                holding.optimizer.state[value] = from_json(state, at(value.device, rows))
     for group, held in zip(holding.optimizer.param_groups, tree["groups"], strict=True):
         group.update(from_json(held["settings"], at(any_device)))
     if holding.scheduler is not None:

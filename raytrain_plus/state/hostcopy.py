@@ -12,8 +12,9 @@ import torch
 
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
+from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.dtypes import DTYPES
-from raytrain_plus.state.held import HeldRows, HeldTensor, held_tensors, of_weights
+from raytrain_plus.state.held import HeldTensor, held_tensors
 from raytrain_plus.state.holding import Holding, describe_state
 from raytrain_plus.state.json_tree import Json
 from raytrain_plus.state.named import bytes_of, dtype_name
@@ -21,7 +22,7 @@ from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.stored.checkpoint import Copy
 from raytrain_plus.state.stored.shares import MOST_BYTES, share_of
 from raytrain_plus.state.transfer import Array, Snapshot
-from raytrain_plus.state.weight_rows import first_rows
+from raytrain_plus.state.weight_rows import TensorRows
 
 
 class HostMemory:
@@ -43,21 +44,25 @@ class HostMemory:
         holding: Holding,
         writer: int,
         holders: Callable[[str], tuple[int, ...]],
-        written: HeldRows | None = None,
+        written: Pieces | None = None,
     ) -> tuple[list[Copy], Json]:
         """Copy the pieces that `writer` writes; return them and the tree.
 
         `holders` returns the writers that have a layer, or `state.stages.REST`. `written`: if the optimizer's state is
-        sharded, the rows of weights that it writes; the tree then has the optimizer's values of weights whose first
-        rows are among them.
+        sharded, the rows of weights that it writes, or None for all that it holds; the tree then has the optimizer's
+        values of weights whose first rows are among them.
         """
-        described, tree = describe_state(holding)
+        described, tree = describe_state(holding, with_values=True)
+        layout = holding.layout
+        divided = set[str]() if layout is None else layout.divided
+        tensors = {key: value for key, value in described.items() if isinstance(key, str) and key not in divided}
         rows: list[HeldTensor] = []
-        tensors = described
-        if written is not None:
-            tensors = {name: value for name, value in described.items() if not of_weights(name, written.row_counts)}
-            rows = held_tensors({name: described[name] for name in described if name not in tensors}, written)
-            tree = {**tree, "optimizer": first_rows(tree["optimizer"], written.owned)}
+        if layout is not None:
+            written = Pieces.of(layout.rows) if written is None else written
+            of_rows = {key: value for key, value in described.items() if isinstance(key, TensorRows)}
+            rows = held_tensors(of_rows, written, layout.counts)
+            first = {name: values for name, values in tree["optimizer"].items() if written.end(name, 0)}
+            tree = {**tree, "optimizer": first}
         shapes = {name: (tuple(value.shape), value.nbytes) for name, value in tensors.items()}
         pieces = share_of(writer, shapes, lambda name: holders(layer_of(name) or REST))
         parts = [

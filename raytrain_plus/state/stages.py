@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.state.entry import OF_MODEL
+from raytrain_plus.state.weight_rows import TensorKey, name_of
 
 Tree = Any
 AnyTensor = TypeVar("AnyTensor")
+AnyKey = TypeVar("AnyKey", bound=TensorKey)
 Wanted = Callable[[str], bool]
 """Whether a layer is wanted; `REST` stands for what belongs to no layer."""
 
@@ -23,12 +25,13 @@ REST = ""
 _OF_LAYERS = (*OF_MODEL, "optim/")
 
 
-def layer_of(name: str) -> str | None:
+def layer_of(key: TensorKey) -> str | None:
     """Return the layer of a tensor of the state; None if it belongs to no layer.
 
     >>> layer_of("optim/block1.weight/exp_avg"), layer_of("scheduler/last"), layer_of("param/head.bias")
     ('block1', None, 'head')
     """
+    name = name_of(key)
     if not name.startswith(_OF_LAYERS):
         return None
     return name.partition("/")[2].partition("/")[0].partition(".")[0]
@@ -44,9 +47,9 @@ def all_but(others: Collection[str]) -> Wanted:
     return lambda layer: layer not in others
 
 
-def own_tensors(tensors: Mapping[str, AnyTensor], wanted: Wanted) -> dict[str, AnyTensor]:
+def own_tensors(tensors: Mapping[AnyKey, AnyTensor], wanted: Wanted) -> dict[AnyKey, AnyTensor]:
     """Return the tensors of the wanted layers."""
-    return {name: value for name, value in tensors.items() if wanted(layer_of(name) or REST)}
+    return {key: value for key, value in tensors.items() if wanted(layer_of(key) or REST)}
 
 
 def own_tree(tree: Tree, wanted: Wanted) -> Tree:

@@ -6,7 +6,7 @@ The receiver keeps it beside its own state until it is complete and its hash mat
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,17 +16,21 @@ import torch
 import xxhash
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state import weight_rows
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.state.entry import OF_MODEL
-from raytrain_plus.state.holding import Holding, describe_state, load_tree, model_state, scale_values
+from raytrain_plus.state.holding import (
+    Holding,
+    describe_state,
+    load_tree,
+    model_state,
+    scale_values,
+)
 from raytrain_plus.state.json_tree import from_json
 from raytrain_plus.state.named import bytes_of, dtype_name, optimizer_values
 from raytrain_plus.state.stages import Wanted, all_but, everything, own_tensors, own_tree, whole_tree
+from raytrain_plus.state.weight_rows import Packed, TensorKey, TensorRows, Tensors, assemble, name_of, put_rows
 
 Array = npt.NDArray[Any]
-Packed = tuple[str, tuple[int, ...], Array]
-"""A tensor's dtype (its torch name), shape and bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Snapshot:
     """A worker's training state after `step`."""
 
     step: int
-    tensors: Mapping[str, Packed]
+    tensors: Tensors
     values: bytes
     """The values that are not tensors, as JSON: see `state.holding`."""
     digest: str
@@ -51,29 +55,22 @@ def take_snapshot(step: int, holding: Holding, wanted: Wanted = everything) -> S
     return _digested(undigested(step, holding, wanted))
 
 
-def take_rows(
-    step: int,
-    holding: Holding,
-    wanted: Wanted,
-    pieces: Pieces,
-    row_counts: Mapping[str, int],
-    masters: Collection[str],
-    *,
-    with_values: bool = False,
-) -> Snapshot:
-    """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these rows.
+def take_rows(step: int, holding: Holding, wanted: Wanted, rows: Pieces, *, with_values: bool = False) -> Snapshot:
+    """Return the layers that are wanted, without what belongs to rows of weights, and what belongs to these `rows`.
 
-    `row_counts`, `masters`: see `weight_rows.assemble`. `with_values`: with the values of the rows by themselves, which
-    may be newer than those in the weights of other workers.
+    `with_values`: with the values of the rows by themselves, which may be newer than those in the weights of other
+    workers.
     """
-    everything_here = undigested(step, holding, everything)
-    tree = json.loads(everything_here.values)
-    tensors, optimizer = weight_rows.restrict(everything_here.tensors, tree, pieces, row_counts, masters)
-    same = own_tensors(everything_here.tensors, wanted)
-    tensors = {name: packed for name, packed in same.items() if not weight_rows.is_sharded(name, masters)} | tensors
-    if with_values:
-        tensors |= weight_rows.values_of(everything_here.tensors, pieces, row_counts, masters)
-    return _digested(Snapshot(step, tensors, json.dumps({**own_tree(tree, wanted), **optimizer}).encode(), ""))
+    described, tree = describe_state(holding, with_values=with_values)
+    weights, held = set(rows.names), dict[TensorKey, Packed]()
+    for key, value in described.items():
+        if isinstance(key, TensorRows) and key.rows.name in weights:
+            held[key] = _pack(value)
+    tensors = assemble([held], rows)
+    tensors |= {key: _pack(one) for key, one in own_tensors(described, wanted).items() if isinstance(key, str)}
+    optimizer = {name: values for name, values in tree["optimizer"].items() if name in weights}
+    values = own_tree(tree, wanted) | {"optimizer": optimizer}
+    return _digested(Snapshot(step, tensors, json.dumps(values).encode(), ""))
 
 
 def undigested(step: int, holding: Holding, wanted: Wanted) -> Snapshot:
@@ -93,12 +90,12 @@ def _digested(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, digest=snapshot_digest(snapshot.step, snapshot.tensors, snapshot.values))
 
 
-def snapshot_digest(step: int, tensors: Mapping[str, Packed], values: bytes) -> str:
+def snapshot_digest(step: int, tensors: Tensors, values: bytes) -> str:
     """Return XXH3 (128 bits) over step, values and tensors in name order: it detects damage, not manipulation."""
     total = xxhash.xxh3_128(f"{step}\0".encode() + values)
-    for name in sorted(tensors):
-        dtype, shape, data = tensors[name]
-        total.update(f"{name}\0{dtype}\0{shape}\0".encode())
+    for key in sorted(tensors, key=str):
+        dtype, shape, data = tensors[key]
+        total.update(f"{key}\0{dtype}\0{shape}\0".encode())
         total.update(data.data)
     return total.hexdigest()
 
@@ -116,44 +113,34 @@ def restricted(snapshots: Sequence[Snapshot], others: Collection[str]) -> Snapsh
     return Snapshot(snapshots[0].step, own_tensors(tensors, all_but(others)), values, "")
 
 
-def with_rows(
-    parts: Sequence[Snapshot],
-    parameters: Sequence[str],
-    row_counts: Mapping[str, int],
-    masters: Collection[str],
-    others: Collection[str] = (),
-) -> Snapshot:
-    """Return a state with these rows, without the layers `others`, out of parts that together have it.
+def with_rows(parts: Sequence[Snapshot], rows: Sequence[Piece], others: Collection[str] = ()) -> Snapshot:
+    """Return a state with these rows of weights, without the layers `others`, out of parts that together have it.
 
-    `row_counts`, `masters`: see `weight_rows.assemble`. What is the same on all workers comes from the first part that
-    has it.
+    What is the same on all workers comes from the first part that has it.
     """
-    trees = [json.loads(part.values) for part in parts]
-    tensors, optimizer = weight_rows.assemble(
-        [(part.tensors, tree) for part, tree in zip(parts, trees, strict=True)], parameters, row_counts, masters
-    )
-    alike: dict[str, Packed] = {}
-    for part in parts:
-        for name, packed in part.tensors.items():
-            if not weight_rows.is_sharded(name, masters):
-                alike.setdefault(name, packed)
-    same = weight_rows.put_values(own_tensors(alike, all_but(others)), row_counts)
-    tree = own_tree(whole_tree(trees), all_but(others)) | optimizer
-    return Snapshot(parts[0].step, same | tensors, json.dumps(tree).encode(), "")
+    given = [part.tensors for part in parts]
+    alike: dict[TensorKey, Packed] = {}
+    for part in reversed(given):
+        alike |= {key: packed for key, packed in part.items() if isinstance(key, str)}
+    tensors = put_rows(own_tensors(alike, all_but(others)), given) | assemble(given, rows, without=alike)
+    tree = own_tree(whole_tree([json.loads(part.values) for part in parts]), all_but(others))
+    optimizer = {name: tree["optimizer"][name] for name, _, _ in rows if name in tree["optimizer"]}
+    values = json.dumps({**tree, "optimizer": optimizer}).encode()
+    return Snapshot(parts[0].step, tensors, values, "")
 
 
 def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    """Return the tensors over which the state's hash is computed: see `state.named`."""
-    tree = json.loads(snapshot.values)
+    """Return the tensors over which the hash of a state is computed, given all its rows: see `state.named`."""
+    tree, tensors = json.loads(snapshot.values), {name_of(key): one for key, one in snapshot.tensors.items()}
     persistent = {f"buffer/{name}" for name in tree["persistent"]}
     cpu = torch.device("cpu")
     state = {
         name: unpacked(packed, cpu)
-        for name, packed in snapshot.tensors.items()
+        for name, packed in tensors.items()
         if name.startswith(("param/", "ema/")) or name in persistent
     }
     for parameter, values in tree["optimizer"].items():
-        held = from_json(values, lambda name, on_cpu: unpacked(snapshot.tensors[name], cpu))
+        held = from_json(values, lambda name, on_cpu: unpacked(tensors[name], cpu))
         state |= optimizer_values(parameter, held)
     return state | scale_values(tree.get("counts", {}))
 
@@ -162,18 +149,19 @@ def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
     targets = model_state(holding)
-    given = {name for name in snapshot.tensors if name.startswith(OF_MODEL)}
-    differing = sorted((given ^ targets.keys()) | (set(tree["optimizer"]) - dict(holding.parameters).keys()))
+    given = {key for key in snapshot.tensors if name_of(key).startswith(OF_MODEL)}
+    unknown = set(tree["optimizer"]) - dict(holding.parameters).keys()
+    differing = sorted(map(str, (given ^ targets.keys()) | unknown))
     if differing:
         raise TaskError(f"the task built another model than on other workers: it differs in {differing[:3]}")
-    for name, target in targets.items():
-        if tuple(target.shape) != snapshot.tensors[name][1]:
-            raise TaskError(f"the task built another model than on other workers: {name} has another shape")
+    for key, target in targets.items():
+        if tuple(target.shape) != snapshot.tensors[key][1]:
+            raise TaskError(f"the task built another model than on other workers: {key} has another shape")
 
     with torch.no_grad():
-        load_tree(tree, holding, lambda name, device: unpacked(snapshot.tensors[name], device))
-        for name, target in targets.items():
-            _fill(target, snapshot.tensors[name])
+        load_tree(tree, holding, lambda key, device: unpacked(snapshot.tensors[key], device))
+        for key, target in targets.items():
+            _fill(target, snapshot.tensors[key])
 
 
 def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:

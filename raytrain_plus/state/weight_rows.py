@@ -1,215 +1,95 @@
-"""States that a worker holds in rows: names of rows, and the parts of several workers put together. Pure.
+"""The keys of a state's tensors, and the parts of several workers' states put together. Pure.
 
-Where the optimizer's state is sharded, a worker changes some rows of each weight. Rows [3, 7) of the weight `w` are the
-parameter `w[3:7]`; its optimizer's state is `optim/w[3:7]/<key>`, its average `ema/w[3:7]`. All rows of a weight have
-its plain name. Values without dimensions, such as a step count, belong to each row alike.
-
-In sets of pieces, the rows of a weight have the name `optim/<weight>`.
+If the optimizer's state is sharded, a worker changes some rows of each weight. The key of what belongs to them has the
+rows beside the name that the tensor has where nothing is sharded (`TensorRows`). Manifests, files and hashes have that
+name alone: no name contains rows. Values without dimensions, such as a step count, belong to each row alike, and so do
+values that are not tensors: a state's tree has them once for each weight.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from raytrain_plus.membership.pieces import Piece, Pieces
-
-OF_ROWS = "optim/"
-"""How the names of pieces begin that are rows of weights."""
+from raytrain_plus.membership.pieces import Piece
 
 Packed = tuple[str, tuple[int, ...], npt.NDArray[Any]]
 """A tensor's dtype (its torch name), shape and bytes."""
-Tree = Any
-"""See `state.holding`."""
-
-_ROWS = re.compile(r"(.*)\[([0-9]+):([0-9]+)\]", re.DOTALL)
-_TENSOR = re.compile(r"(param|ema|optim)/(.*)", re.DOTALL)
 
 
-class WeightRows(NamedTuple):
-    """Rows [first, last) of a weight; `last` is None for all rows."""
+class TensorRows(NamedTuple):
+    """The key of the part of a tensor that belongs to these rows of a weight."""
 
-    weight: str
-    first: int = 0
-    last: int | None = None
+    rows: Piece
+    tensor: str
+    """The name of the whole tensor."""
 
-    @property
-    def name(self) -> str:
-        """The name of these rows as a parameter.
-
-        >>> WeightRows("w", 3, 7).name, WeightRows("w").name
-        ('w[3:7]', 'w')
-        """
-        return self.weight if self.last is None else f"{self.weight}[{self.first}:{self.last}]"
+    def __str__(self) -> str:
+        return f"{self.tensor}, rows {self.rows.first} to {self.rows.last}"
 
 
-def parse_rows(parameter: str) -> WeightRows:
-    """Return which rows a parameter's name stands for.
-
-    >>> parse_rows("w[3:7]"), parse_rows("block.w")
-    (WeightRows(weight='w', first=3, last=7), WeightRows(weight='block.w', first=0, last=None))
-    """
-    found = _ROWS.fullmatch(parameter)
-    return WeightRows(found[1], int(found[2]), int(found[3])) if found else WeightRows(parameter)
+TensorKey = str | TensorRows
+"""The key of a tensor of the state: its name, or if it belongs to rows of a weight, that and the rows."""
+Tensors = Mapping[TensorKey, Packed]
 
 
-def weight_of(parameter: str) -> str:
-    """Return the weight that a parameter is rows of.
-
-    >>> weight_of("w[3:7]")
-    'w'
-    """
-    return parse_rows(parameter).weight
+def key_of(rows: Piece | None, tensor: str) -> TensorKey:
+    """Return the key of a tensor, or of the part of it that belongs to these rows of a weight."""
+    return tensor if rows is None else TensorRows(rows, tensor)
 
 
-def piece_of(rows: WeightRows, row_counts: int) -> Piece:
-    """Return the piece of these rows of a weight that has `row_counts` rows."""
-    return Piece(OF_ROWS + rows.weight, rows.first, row_counts if rows.last is None else rows.last)
-
-
-def rows_of(pieces: Pieces, row_counts: Mapping[str, int]) -> list[WeightRows]:
-    """Return the rows of weights in a set of pieces; `row_counts`: how many rows each weight has."""
-    found = []
-    for name, first, last in pieces:
-        weight = name.removeprefix(OF_ROWS)
-        found.append(
-            WeightRows(weight) if (first, last) == (0, row_counts[weight]) else WeightRows(weight, first, last)
-        )
-    return found
-
-
-def only_rows(pieces: Pieces) -> Pieces:
-    """Return those pieces that are rows of weights."""
-    return Pieces.of(piece for piece in pieces if piece.name.startswith(OF_ROWS))
-
-
-def whole_name(tensor: str) -> tuple[str, WeightRows | None]:
-    """Return the name that a tensor of the state has where nothing is sharded, and which rows of that it is.
-
-    >>> whole_name("optim/w[3:7]/exp_avg"), whole_name("buffer/mean")
-    (('optim/w/exp_avg', WeightRows(weight='w', first=3, last=7)), ('buffer/mean', None))
-    """
-    found = _parsed(tensor)
-    if found is None:
-        return tensor, None
-    kind, parameter, key = found
-    rows = parse_rows(parameter)
-    return _named(kind, rows.weight, key), rows
-
-
-def _parsed(tensor: str) -> tuple[str, str, str] | None:
-    """Return the kind (param, ema, optim), parameter and key (of the optimizer) in a tensor's name; None for others."""
-    found = _TENSOR.fullmatch(tensor)
-    if found is None:
-        return None
-    parameter, _, key = found[2].partition("/") if found[1] == "optim" else (found[2], "", "")
-    return found[1], parameter, key
-
-
-def is_sharded(tensor: str, masters: Collection[str]) -> bool:
-    """Return whether a tensor belongs to rows of a weight; those of others are the same on all workers.
-
-    `masters`: the weights whose values are sharded too.
-    """
-    found = _parsed(tensor)
-    return found is not None and (found[0] != "param" or weight_of(found[1]) in masters)
-
-
-def restrict(
-    tensors: Mapping[str, Packed],
-    tree: Tree,
-    wanted: Pieces,
-    row_counts: Mapping[str, int],
-    masters: Collection[str] = (),
-) -> tuple[dict[str, Packed], Tree]:
-    """Return what belongs to the wanted rows, out of a state that has them all, and nothing else: see `assemble`."""
-    return assemble([(tensors, tree)], [rows.name for rows in rows_of(wanted, row_counts)], row_counts, masters)
+def name_of(key: TensorKey) -> str:
+    """Return the name that a tensor has where nothing is sharded."""
+    return key.tensor if isinstance(key, TensorRows) else key
 
 
 def assemble(
-    parts: Sequence[tuple[Mapping[str, Packed], Tree]],
-    parameters: Iterable[str],
-    row_counts: Mapping[str, int],
-    masters: Collection[str] = (),
-) -> tuple[dict[str, Packed], Tree]:
-    """Return the tensors and the optimizer's tree of these parameters, from parts that together have their rows.
+    parts: Iterable[Tensors], wanted: Iterable[Piece], without: Collection[TensorKey] = ()
+) -> dict[TensorKey, Packed]:
+    """Return what belongs to these rows of weights, from parts that together have it, but for the tensors `without`.
 
-    `row_counts`: how many rows each weight has; one if it cannot be divided. `masters`: the weights whose values are
-    sharded too; those of others are the same on all workers. What a weight does not have in any part, such as the state
-    of an optimizer that has made no step, it does not get.
-    Raises `ValueError` if some of a parameter's rows are missing.
+    What a weight does not have in any part, such as the state of an optimizer that has made no step, it does not get.
+    Raises `ValueError` if some of the rows are missing.
     """
-    tensors: dict[str, Packed] = {}
-    optimizer: dict[str, Any] = {}
-    offers: dict[str, list[_Offer]] = {}
-    for has, tree in parts:
-        for offer in _offers(has, tree, masters):
-            offers.setdefault(offer.rows.weight, []).append(offer)
-    for parameter in parameters:
-        rows = parse_rows(parameter)
-        first, last = piece_of(rows, row_counts[rows.weight])[1:]
-        taken = list(_taken(offers.get(rows.weight, ()), first, last, row_counts[rows.weight]))
-        if not taken:
-            continue
-        for kind, key in taken[0][0].tensors:
-            slices = [_cut(offer, kind, key, low, high, row_counts[rows.weight]) for offer, low, high in taken]
-            tensors[_named(kind, parameter, key)] = _concatenated(slices)
-        values = taken[0][0].values
-        if values is not None:
-            optimizer[parameter] = renamed(values, f"optim/{taken[0][0].rows.name}/", f"optim/{parameter}/")
-    return tensors, {"optimizer": optimizer}
+    offers: dict[str, dict[Piece, dict[str, Packed]]] = {}
+    for part in parts:
+        for key, packed in part.items():
+            if isinstance(key, TensorRows) and key.tensor not in without:
+                offers.setdefault(key.rows.name, {}).setdefault(key.rows, {})[key.tensor] = packed
+    found: dict[TensorKey, Packed] = {}
+    for rows in wanted:
+        held = offers.get(rows.name, {})
+        taken = list(_taken(held, rows))
+        for tensor in held[taken[0][0]] if taken else ():
+            slices = [_cut(held[giver][tensor], giver, given) for giver, given in taken]
+            found[TensorRows(rows, tensor)] = _concatenated(slices)
+    return found
 
 
-class _Offer(NamedTuple):
-    """What a part has of some rows of a weight."""
-
-    rows: WeightRows
-    tensors: Mapping[tuple[str, str], Packed]
-    """By kind (param, ema, optim) and key."""
-    values: Any
-    """The optimizer's tree of these rows, if it has one."""
-
-
-def _offers(tensors: Mapping[str, Packed], tree: Tree, masters: Collection[str]) -> Iterator[_Offer]:
-    found: dict[str, dict[tuple[str, str], Packed]] = {}
-    for tensor, packed in tensors.items():
-        parsed = _parsed(tensor)
-        if parsed is not None and is_sharded(tensor, masters):
-            kind, parameter, key = parsed
-            found.setdefault(parameter, {})[kind, key] = packed
-    for parameter in {*found, *tree["optimizer"]}:
-        yield _Offer(parse_rows(parameter), found.get(parameter, {}), tree["optimizer"].get(parameter))
-
-
-def _taken(offers: Sequence[_Offer], first: int, last: int, row_counts: int) -> Iterator[tuple[_Offer, int, int]]:
-    """Yield which rows [low, high) are taken from which offer, in order."""
-    at = first
-    while offers and at < last:
-        able = [
-            offer
-            for offer in offers
-            if piece_of(offer.rows, row_counts).first <= at < piece_of(offer.rows, row_counts).last
-        ]
+def _taken(held: Collection[Piece], wanted: Piece) -> Iterator[tuple[Piece, Piece]]:
+    """Yield, in order, from which of the pieces held which rows are taken."""
+    at = wanted.first
+    while held and at < wanted.last:
+        able = [one for one in held if one.first <= at < one.last]
         if not able:
-            raise ValueError(f"nobody gives row {at} of {offers[0].rows.weight}")
-        best = max(able, key=lambda offer: piece_of(offer.rows, row_counts).last)
-        end = min(last, piece_of(best.rows, row_counts).last)
-        yield best, at, end
+            raise ValueError(f"nobody gives row {at} of {wanted.name}")
+        giver = max(able, key=lambda one: one.last)
+        end = min(wanted.last, giver.last)
+        yield giver, Piece(wanted.name, at, end)
         at = end
 
 
-def _cut(offer: _Offer, kind: str, key: str, low: int, high: int, row_counts: int) -> Packed:
-    """Return rows [low, high) of a tensor in an offer; a value without dimensions as it is."""
-    dtype, shape, data = offer.tensors[kind, key]
-    first, last = piece_of(offer.rows, row_counts)[1:]
-    if not shape or (low, high) == (first, last):
-        return dtype, shape, data
-    row = data.nbytes // (last - first)
-    return dtype, (high - low, *shape[1:]), data[(low - first) * row : (high - first) * row]
+def _cut(packed: Packed, held: Piece, given: Piece) -> Packed:
+    """Return the rows `given` of a tensor of the rows `held`; a value without dimensions as it is."""
+    dtype, shape, data = packed
+    if not shape or given == held:
+        return packed
+    row = data.nbytes // (held.last - held.first)
+    first, last = given.first - held.first, given.last - held.first
+    return dtype, (last - first, *shape[1:]), data[first * row : last * row]
 
 
 def _concatenated(parts: Sequence[Packed]) -> Packed:
@@ -219,65 +99,17 @@ def _concatenated(parts: Sequence[Packed]) -> Packed:
     return dtype, (sum(one[1][0] for one in parts), *shape[1:]), np.concatenate([one[2] for one in parts])
 
 
-def values_of(
-    tensors: Mapping[str, Packed], wanted: Pieces, row_counts: Mapping[str, int], masters: Collection[str] = ()
-) -> dict[str, Packed]:
-    """Return the values of the wanted rows of weights that `tensors` has whole, each under a name of its own.
-
-    That name has numbers even if the rows are all of a weight. Those of `masters` go with the rows anyway.
-    """
-    found = {}
-    for name, first, last in wanted:
-        weight = name.removeprefix(OF_ROWS)
-        if weight not in masters and (packed := tensors.get(f"param/{weight}")) is not None:
-            dtype, shape, data = packed
-            row = data.nbytes // max(1, row_counts[weight])
-            shape = (last - first, *shape[1:]) if row_counts[weight] > 1 else shape
-            found[f"param/{WeightRows(weight, first, last).name}"] = dtype, shape, data[first * row : last * row]
-    return found
-
-
-def put_values(tensors: Mapping[str, Packed], row_counts: Mapping[str, int]) -> dict[str, Packed]:
-    """Return the tensors with what `values_of` has returned in the weights that it belongs to."""
+def put_rows(tensors: Tensors, parts: Iterable[Tensors]) -> dict[TensorKey, Packed]:
+    """Return whole tensors with the rows of them that are in these parts."""
     found, own = dict(tensors), set[str]()
-    for name in tensors:
-        whole, rows = whole_name(name)
-        if rows is None or rows.last is None:
+    for key, (_, _, values) in (pair for part in parts for pair in part.items()):
+        if not isinstance(key, TensorRows) or key.tensor not in found:
             continue
-        dtype, shape, data = found[whole]
-        if whole not in own:
-            own.add(whole)
+        dtype, shape, data = found[key.tensor]
+        if key.tensor not in own:
+            own.add(key.tensor)
             data = data.copy()
-            found[whole] = dtype, shape, data
-        row = data.nbytes // max(1, row_counts[rows.weight])
-        data[rows.first * row : rows.last * row] = found.pop(name)[2]
+            found[key.tensor] = dtype, shape, data
+        row = values.nbytes // (key.rows.last - key.rows.first)
+        data[key.rows.first * row : key.rows.last * row] = values
     return found
-
-
-def first_rows(optimizer: Mapping[str, Any], owned: Iterable[WeightRows]) -> dict[str, Any]:
-    """Return the trees of those weights whose first rows are `owned`, under the names of the weights.
-
-    `optimizer`: by parameter, which can be rows of a weight.
-    """
-    first = {rows.weight for rows in owned if rows.first == 0}
-    found = {}
-    for parameter, values in optimizer.items():
-        rows = parse_rows(parameter)
-        if rows.weight in first and rows.first == 0:
-            found[rows.weight] = renamed(values, f"optim/{parameter}/", f"optim/{rows.weight}/")
-    return found
-
-
-def _named(kind: str, parameter: str, key: str) -> str:
-    return f"{kind}/{parameter}/{key}" if kind == "optim" else f"{kind}/{parameter}"
-
-
-def renamed(value: Any, before: str, after: str) -> Any:
-    """Return a tree in which the names of tensors that begin with `before` begin with `after` instead."""
-    if isinstance(value, list):
-        return [renamed(one, before, after) for one in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("~") == "tensor":
-        return {**value, "name": after + value["name"].removeprefix(before)}
-    return {key: renamed(one, before, after) for key, one in value.items()}

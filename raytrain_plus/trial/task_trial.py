@@ -252,6 +252,7 @@ def try_whole(
     remarks += [scaled_hooks().text] * (state.technique.precision.scales_loss and _has_hooks(state.module))
     remarks += [woken().text] * state.woken
     remarks += [stays_in_evaluation(name).text for name in [state.trained_in_evaluation] if name]
+    remarks += task.remarks()
     seconds = time.monotonic() - start
     remarks += _uncompiled(job)
     metrics = {}

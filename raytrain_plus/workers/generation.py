@@ -31,6 +31,7 @@ from raytrain_plus.training.exchange.early_stop import Evaluations
 from raytrain_plus.training.exchange.remarks import (
     loss_weighted,
     modes_changed,
+    of_task,
     rows_counted,
     settings_kept,
     stays_in_evaluation,
@@ -167,6 +168,7 @@ class Generation:
             yield woken()
         if state.rules[AS_BUILT] and (name := state.trained_in_evaluation):
             yield stays_in_evaluation(name)
+        yield from of_task(state.task)
 
     def _remember(self) -> None:
         """Note in which step training has ended, if inside of one, and with which rows."""

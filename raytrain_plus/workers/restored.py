@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from raytrain_plus.errors import CheckpointError, DamagedError, StorageError
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.finite import as_tensors, not_finite
-from raytrain_plus.state.holding import class_differences, model_state, rows_held, settings_kept
+from raytrain_plus.state.holding import RowLayout, class_differences, model_state, settings_kept
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.state.stages import all_but, own_tensors, own_tree
 from raytrain_plus.state.stored.checkpoint import read_tensors
 from raytrain_plus.state.stored.manifest import FOLDER, Manifest, StoredTensor, mismatch
-from raytrain_plus.state.transfer import Packed, Snapshot
-from raytrain_plus.state.weight_rows import is_sharded, parse_rows, renamed, whole_name
+from raytrain_plus.state.transfer import Snapshot
+from raytrain_plus.state.weight_rows import Packed, TensorKey, TensorRows
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.retry import retry
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.workers.messages import Layers
 from raytrain_plus.workers.preparation.prepared import Prepared
 
@@ -45,7 +43,7 @@ def restore(prepared: Prepared, manifest: Manifest, layers: Layers, owned: Piece
         state.own(owned)
     tree = own_tree(manifest.tree, all_but(layers.others))
     try:
-        tensors, tree = retry(lambda: _read(run, manifest, list(stored), tree, state.trained))
+        tensors = retry(lambda: _read(run, manifest, list(stored), state.holding().layout))
     except StorageError as failure:
         raise StorageError(f"the checkpoint {manifest.name} cannot be read: {failure}") from failure
     kept = settings_kept(tree, state.holding()) if state.last_applied == -1 else []
@@ -77,9 +75,9 @@ def _only_lacks(manifest: Manifest, stored: Mapping[str, StoredTensor], state: T
 def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of each tensor that the model's state has where nothing is sharded."""
     found = {
-        name: (dtype_name(value.dtype), tuple(value.shape))
-        for name, value in model_state(state.holding()).items()
-        if whole_name(name)[0] == name
+        key: (dtype_name(value.dtype), tuple(value.shape))
+        for key, value in model_state(state.holding()).items()
+        if isinstance(key, str)
     }
     for name, value in state.trained.weights:
         dtype = dtype_name(state.trained.dtypes[name])
@@ -88,38 +86,28 @@ def _whole_model(state: TrainState) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def _read(
-    run: Folder, manifest: Manifest, names: Collection[str], tree: Any, trained: Trained
-) -> tuple[dict[str, Packed], Any]:
-    """Read these tensors of a checkpoint, of what belongs to rows of weights only those that are changed here.
-
-    Return them under the names that they have here, and the tree with such names.
-    """
-    if trained.everything:
-        return read_tensors(run, manifest, dict.fromkeys(names)), tree
-    by_weight: dict[str, list[str]] = {}
+def _read(run: Folder, manifest: Manifest, names: Collection[str], layout: RowLayout | None) -> dict[TensorKey, Packed]:
+    """Read these tensors of a checkpoint, of what belongs to rows of weights only those that are changed here."""
+    layout = layout or RowLayout((), {}, ())
+    shared, by_weight = layout.divided, dict[str, list[str]]()
     for name in names:
-        rows = whole_name(name)[1]
-        if rows is not None and rows.weight in trained.row_counts and is_sharded(name, trained.mastered):
-            by_weight.setdefault(rows.weight, []).append(name)
-    divided = {name for own in by_weight.values() for name in own}
-    found = read_tensors(run, manifest, dict.fromkeys(name for name in names if name not in divided))
-    optimizer = {}
-    left = [parse_rows(parameter) for parameter, _ in rows_held(trained.named)]
+        kind, _, rest = name.partition("/")
+        weight = rest.partition("/")[0]
+        if kind in ("param", "ema", "optim") and weight in layout.counts and name not in shared:
+            by_weight.setdefault(weight, []).append(name)
+    of_rows = {name for own in by_weight.values() for name in own}
+    whole = read_tensors(run, manifest, dict.fromkeys(name for name in names if name not in of_rows))
+    found: dict[TensorKey, Packed] = dict(whole.items())
+    left = [rows for rows in layout.rows if rows.first < rows.last]
     while left:
         # One range of rows of each weight at a time.
-        now = {rows.weight: rows for rows in reversed(left)}
-        left = [rows for rows in left if now[rows.weight] != rows]
+        now = {rows.name: rows for rows in reversed(left)}
+        left = [rows for rows in left if now[rows.name] != rows]
+        keys = [TensorRows(rows, name) for weight, rows in now.items() for name in by_weight.get(weight, ())]
         wanted = {
-            name: None if rows.last is None or not manifest.tensors[name].shape else (rows.first, rows.last)
-            for weight, rows in now.items()
-            for name in by_weight.get(weight, ())
+            name: (rows.first, rows.last) if manifest.tensors[name].shape and layout.counts[rows.name] > 1 else None
+            for rows, name in keys
         }
         read = read_tensors(run, manifest, wanted)
-        for weight, rows in now.items():
-            for name in by_weight.get(weight, ()):
-                found[name.replace(f"/{weight}", f"/{rows.name}", 1)] = read[name]
-            if weight in tree["optimizer"]:
-                values = tree["optimizer"][weight]
-                optimizer[rows.name] = renamed(values, f"optim/{weight}/", f"optim/{rows.name}/")
-    return found, {**tree, "optimizer": optimizer}
+        found |= {key: read[key.tensor] for key in keys}
+    return found

@@ -29,6 +29,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.state.holding import saved_model, scale_values
 from raytrain_plus.state.named import optimizer_state, state_sha256
+from raytrain_plus.state.weight_rows import name_of
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
@@ -221,7 +222,8 @@ def state_of(task: Task, built: Any, exact: bool, technique: Technique = PLAIN) 
 
 def tensors_of(one: TrainState) -> dict[str, torch.Tensor]:
     """In the form that its hash takes."""
-    return {**saved_model(one.holding()), **optimizer_state(one.optimizer, one.named), **scale_values(one.counts)}
+    model = {name_of(key): value for key, value in saved_model(one.holding()).items()}
+    return {**model, **optimizer_state(one.optimizer, one.named), **scale_values(one.counts)}
 
 
 def alone(exact: bool, task: type[Task] = Deep, technique: Technique = PLAIN) -> Told:

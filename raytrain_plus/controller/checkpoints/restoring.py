@@ -74,11 +74,19 @@ class Restoring:
         self._checkpoints.go_back(self._record.numbers.now, step)
 
     def _restored(self, command: e.Restore, manifest: Manifest) -> None:
+        if self._checkpoints.publishing:
+            # One that is newer, of which the machine is to hear first; or this one is removed because of it.
+            self._loop.later(TICK_S, partial(self._restored, command, manifest))
+            return
         self._read = manifest
         self._machine.feed(e.Ready(command.worker, manifest.step, command.stage, command.owned))
 
     def _failed(self, command: e.Restore, manifest: Manifest, error: DamagedError | StorageError) -> None:
-        if isinstance(error, DamagedError):
+        newest = self._checkpoints.newest
+        if newest is not None and newest.step > manifest.step:
+            # It may have been removed because of a newer one, and that is to be read now.
+            self.restore(command)
+        elif isinstance(error, DamagedError):
             self._damaged(command, manifest, error)
         else:
             self._later(command, error)

@@ -13,7 +13,6 @@ from raytrain_plus.errors import DataChanged, InputError, RaytrainError
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.timeouts import PREPARE_S
-from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.storage.probe import Probe
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
@@ -116,11 +115,11 @@ class Arrivals:
         if (ready.layers or ready.rows) and group.generation < 0:
             counts, parts = group.limits.sizes.stage_counts, group.limits.parts
             unfit: frozenset[tuple[int, int]] = frozenset()
-            rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, (count, _, _) in ready.rows.items())
+            rows = Pieces.of(Piece(name, 0, count) for name, (count, _, _) in ready.rows.items())
             if ready.layers:
                 counts, unfit = self.partitions.fit(counts, group.workers)
                 parts = self.partitions.parts(rows)
-            row_bytes = {OF_ROWS + name: size for name, (_, size, _) in ready.rows.items()}
+            row_bytes = {name: size for name, (_, size, _) in ready.rows.items()}
             self.machine.feed(e.Fitted(counts, parts, rows, row_bytes, unfit))
         self.machine.feed(e.Ready(name, -1))
 

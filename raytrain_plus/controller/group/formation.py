@@ -259,7 +259,8 @@ class Formation:
             for name, stage in command.donors
             for worker in [workers[name]]
         }
-        return donor_parts(takers, holding, providers, {**self.partitions.layer_bytes, **limits.row_bytes})
+        piece_bytes = {**self.partitions.layer_bytes, **limits.row_bytes}
+        return donor_parts(takers, holding, providers, piece_bytes, limits.rows)
 
     def _snapshots(self, sources: Iterable[DonorPart], command: e.Join) -> dict[DonorPart, Any]:
         """Return references to these parts of the state that a view begins with."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, transfers, union
-from raytrain_plus.state.weight_rows import only_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +27,7 @@ def donor_parts(
     holding: Mapping[str, Pieces],
     providers: Mapping[Donor, Pieces],
     piece_bytes: Mapping[str, int],
+    rows: Pieces,
 ) -> dict[str, tuple[DonorPart, ...]]:
     """Return, for each member, what gives each missing part of its state; empty if nothing is missing.
 
@@ -35,6 +35,7 @@ def donor_parts(
 
     `takers`: what each is to hold. `holding`: what some of them have of the same state. `providers`: the workers that
     give this state, each with a stage and what it has of that; together all of it. `piece_bytes`: the bytes of a row.
+    `rows`: those of the weights, if the optimizer's state is sharded.
     """
     own, wanted = {}, {}
     for name, pieces in takers.items():
@@ -45,13 +46,13 @@ def donor_parts(
     moves = transfers(wanted, providers, piece_bytes)
     return {
         name: tuple(
-            _part(provider, given, providers[provider]) for provider, given in (own[name] | moves.get(name, {})).items()
+            _part(provider, given, providers[provider], rows)
+            for provider, given in (own[name] | moves.get(name, {})).items()
         )
         for name in takers
     }
 
 
-def _part(provider: Donor, given: Pieces, has: Pieces) -> DonorPart:
-    rows, of_layers = only_rows(given), has - only_rows(has)
-    layers = None if given - rows == of_layers else (given - rows).names
-    return DonorPart(*provider, layers, tuple(rows) if only_rows(has) else None)
+def _part(provider: Donor, given: Pieces, has: Pieces, rows: Pieces) -> DonorPart:
+    layers = None if given - rows == has - rows else (given - rows).names
+    return DonorPart(*provider, layers, tuple(given & rows) if has & rows else None)

@@ -11,7 +11,6 @@ from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.owners import Owners
 from raytrain_plus.membership.view import View
-from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.workers.messages import PreparedReport, WorkerLocation
 
 
@@ -103,5 +102,5 @@ class Roster:
     def held_bytes(self, owners: Owners) -> dict[str, int]:
         """Return the bytes of the optimizer's state that each of these members holds: of the tensors with rows."""
         rows = next(iter(self._ready.values())).rows if self._ready else {}
-        row_bytes = {OF_ROWS + name: state for name, (_, _, state) in rows.items()}
+        row_bytes = {name: state for name, (_, _, state) in rows.items()}
         return {name: own.size(row_bytes) for name, own in owners.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from raytrain_plus.data.reading.microbatches import SkippedRow
+from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.step_records import Remark
 
 NAMED = 5
@@ -119,6 +120,11 @@ def loss_weighted() -> Remark:
         "this run was begun by an older version: as before, hooks and custom backward passes see gradients times the "
         "weight of their microbatch",
     )
+
+
+def of_task(task: Task) -> list[Remark]:
+    """Return what the task itself says of the run."""
+    return [Remark(f"task {text}", text) for text in task.remarks()]
 
 
 def modes_changed() -> Remark:

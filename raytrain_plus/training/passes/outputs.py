@@ -13,6 +13,9 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.passes.metric_sums import MetricSums, Outputs, numbers
 
+PADDING = -100
+"""What fills rows of numbers up to the longest one: a label that losses leave out."""
+
 
 def summarise(task: Task, sums: MetricSums, context: StepContext, *, shards: int, step: int) -> dict[str, float]:
     """Return what the task's `summarise` returns for all held-out rows, on every member of the world.
@@ -36,16 +39,51 @@ def summarise(task: Task, sums: MetricSums, context: StepContext, *, shards: int
 
 
 def forms(sums: MetricSums) -> list[str]:
-    """Return each output's name, dtype and shape of a row, by name. Raises `TrainingError` if batches differ."""
+    """Return each output's name, dtype and dimensions of a row, by name. Raises `TrainingError` if batches differ.
+
+    Rows of numbers below 0 may be longer in some batches: see `padded`.
+    """
     found: list[str] | None = None
     for batches in sums.outputs.values():
         for outputs in batches:
-            form = [f"{name} ({outputs[name].dtype}, {tuple(outputs[name].shape[1:])})" for name in sorted(outputs)]
+            form = [f"{name} ({outputs[name].dtype}, {_dimensions(outputs[name])})" for name in sorted(outputs)]
             if found is not None and form != found:
                 one, other = ", ".join(found) or "none", ", ".join(form) or "none"
                 raise TrainingError(f"evaluate returned different values of rows for different batches: {one}; {other}")
             found = form
     return found or []
+
+
+def _dimensions(rows: torch.Tensor) -> str:
+    shape = tuple(rows.shape[1:])
+    return f"{len(shape)} dimensions" if shape and _holds(rows.dtype) else str(shape)
+
+
+def _holds(dtype: torch.dtype) -> bool:
+    """Return whether numbers of this type can be `PADDING`."""
+    return dtype.is_floating_point or (dtype.is_signed and not dtype.is_complex)
+
+
+def padded(rows: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return rows whose dimensions have these lengths: what is added at their ends is `PADDING`.
+
+    >>> padded(torch.tensor([[1, 2]]), [3]).tolist()
+    [[1, 2, -100]]
+    """
+    added = [
+        pair for old, new in zip(reversed(rows.shape[1:]), reversed(lengths), strict=True) for pair in (0, new - old)
+    ]
+    return torch.nn.functional.pad(rows, added, value=PADDING) if any(added) else rows
+
+
+def _lengths(batches: Sequence[Outputs], names: Sequence[str], context: StepContext, step: int) -> list[list[int]]:
+    """Return the largest lengths of each output's dimensions, over all members."""
+    own = [[max(sizes) for sizes in zip(*(one[name].shape[1:] for one in batches), strict=True)] for name in names]
+    found = torch.tensor([length for lengths in own for length in lengths], dtype=torch.int64)
+    if len(found):
+        context.reduce(found, "evaluation.lengths", f"the evaluation after step {step}", "max")
+    every = iter(found.tolist())
+    return [[next(every) for _ in lengths] for lengths in own]
 
 
 def _gathered(sums: MetricSums, context: StepContext, shards: int, step: int) -> Outputs | None:
@@ -66,8 +104,8 @@ def _gathered(sums: MetricSums, context: StepContext, shards: int, step: int) ->
     rows, members = places.tolist()
     most = max(sum(rows[shard] for shard in range(shards) if members[shard] == rank) for rank in range(world.size))
     found = {}
-    for number, name in enumerate(names):
-        own = torch.cat([outputs[name] for outputs in batches])
+    for number, (name, lengths) in enumerate(zip(names, _lengths(batches, names, context, step), strict=True)):
+        own = torch.cat([padded(outputs[name], lengths) for outputs in batches])
         row = own[:1].reshape(-1).view(torch.uint8).numel()
         sent = torch.zeros(most, row, dtype=torch.uint8)
         sent[: len(own)] = own.reshape(-1).view(torch.uint8).view(len(own), row)

@@ -34,11 +34,11 @@ from raytrain_plus.state.holding import (
     NOTHING_ADDED,
     SKIPPED,
     Holding,
+    RowLayout,
     model_state,
-    rows_held,
 )
 from raytrain_plus.state.stages import Wanted, everything
-from raytrain_plus.state.weight_rows import weight_of
+from raytrain_plus.state.weight_rows import name_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import StepTotals
@@ -127,7 +127,7 @@ class TrainState:
         self._shared = {name: first for part in self.parts for name, first in other_names(part.module).items()}
         self._copies = StateCopies(self.device)
         self._before_first_step()
-        self.allowed |= frozenset(not_finite(model_state(self.holding()).items()))
+        self.allowed |= frozenset(not_finite((name_of(key), one) for key, one in model_state(self.holding()).items()))
 
     def _before_first_step(self) -> None:
         """Set what steps change beside the model and its optimizer, as it is before the first one."""
@@ -287,8 +287,8 @@ class TrainState:
 
         `others`: the layers of other stages.
         """
-        names = [name for name, _ in rows_held(self.named)]
-        return transfer.with_rows(parts, names, self.trained.row_counts, self.trained.mastered, others)
+        rows = [piece for piece in self.trained.pieces if piece.first < piece.last]
+        return transfer.with_rows(parts, rows, others)
 
     def share_rows(self, owners: Sequence[Pieces]) -> None:
         """Prepare for a world in which each member changes the weights of some rows; `owners`: by rank."""
@@ -337,19 +337,12 @@ class TrainState:
         assert self.last_applied is not None, "a partially applied state is never given away"
         if rows is None:
             return transfer.take_snapshot(self.last_applied, self.holding(), wanted)
-        trained = self.trained
-        return transfer.take_rows(
-            self.last_applied,
-            self.holding(),
-            wanted,
-            rows,
-            trained.row_counts,
-            trained.mastered,
-            with_values=with_values,
-        )
+        return transfer.take_rows(self.last_applied, self.holding(), wanted, rows, with_values=with_values)
 
     def holding(self) -> Holding:
         """Return references to all parts of the state."""
+        trained = self.trained
+        sharded = self.division is not None
         return Holding(
             {name: value for part in self.parts for name, value in part.buffers.committed.items()},
             self.named,
@@ -362,7 +355,7 @@ class TrainState:
             self.allowed,
             self.rules,
             () if self._averages is None else self._averages.named,
-            None if self.trained.everything else self.trained.shared,
+            RowLayout(trained.pieces, trained.row_counts, trained.shared) if sharded else None,
             {name: cut for part in self.parts for name, cut in cuts_in(part.module).items()},
             self._copies,
             self._shared,
@@ -376,12 +369,13 @@ class TrainState:
         if self._averages is None:
             return nullcontext()
         averages = dict(self._averages.named)
+        of_rows = dict(zip(self.trained.pieces, (value for _, value in self._averages.named), strict=True))
         if self.gathered is not None:
-            return self.gathered.holding(averages)
+            return self.gathered.holding(of_rows)
         exchange = None if context is None else self.exchange
         # A trial has the rows of one worker, and nobody to ask for the others.
         if exchange is not None or self.technique.offloads or not self.trained.everything:
-            whole = self.trained.whole(averages)
+            whole = self.trained.whole(of_rows)
             if exchange is not None and context is not None:
                 exchange.run(whole, "averages", "the averages of weights that other workers change", context)
             averages = {name: nn.Parameter(value, requires_grad=False) for name, value in whole.items()}
@@ -507,7 +501,7 @@ class TrainState:
         """Build optimizer and scheduler."""
         named = self.named
         # Rows and slices have the names of their weights, by which a task may choose their group.
-        known = [(whole_weight(weight_of(name)), value) for name, value in named]
+        known = [(whole_weight(name), value) for name, value in named]
         model = as_one([part.module for part in self.parts])
         self.optimizer: torch.optim.Optimizer | None = build_optimizer(self.task, known, model) if named else None
         """None if a stage trains nothing: it has only frozen layers, or layers without weights."""

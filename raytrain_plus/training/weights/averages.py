@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from raytrain_plus.state.holding import AVERAGED
-from raytrain_plus.state.weight_rows import weight_of
 from raytrain_plus.torch_compat import copy_each, lerp_each, put_parameter
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -33,7 +32,7 @@ class Averages:
         self._averages = [nn.Parameter(value.detach().clone(), requires_grad=False) for value in self._weights]
         self.named = [(name, average) for (name, _), average in zip(named, self._averages, strict=True)]
         self._decay = decay
-        trained = {weight_of(name) for name, _ in named}
+        trained = {name for name, _ in named}
         self._slots = []
         """Every place in the model that holds a trained parameter, with the parameter there and its name."""
         for module in modules:

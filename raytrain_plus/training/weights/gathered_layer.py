@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.membership.owners import senders
-from raytrain_plus.membership.pieces import Pieces
-from raytrain_plus.state.weight_rows import OF_ROWS
+from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.weights.optimized_rows import Trained
 from raytrain_plus.training.weights.row_allgather import Exchange, Spread
@@ -38,7 +37,7 @@ class GatheredLayer:
         self._layers = [{name: weights[name] for name in names} for names in layers]
         self._spreads: list[Spread] | None = None
         self._under_way: dict[int, Exchange] = {}
-        self._values: Mapping[str, torch.Tensor] | None = None
+        self._values: Mapping[Piece, torch.Tensor] | None = None
         """Other values of the rows held here than those of the weights."""
 
     def share(self, owners: Sequence[Pieces] | None) -> None:
@@ -52,14 +51,13 @@ class GatheredLayer:
         numbered = dict(zip(map(str, range(len(owners))), owners, strict=True))
         self._spreads = []
         for layer in self._layers:
-            named = {OF_ROWS + name for name in layer}
-            rows = Pieces.of(piece for piece in self._trained.rows if piece.name in named)
+            rows = Pieces.of(piece for piece in self._trained.rows if piece.name in layer)
             # Of each layer, all members send about equally much.
             self._spreads.append(Spread(list(senders(rows, row_bytes, numbered).values()), row_counts))
 
     @contextmanager
-    def holding(self, values: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Gather these values instead while the context is open; they are named as the optimizer's parameters are."""
+    def holding(self, values: Mapping[Piece, torch.Tensor]) -> Iterator[None]:
+        """Gather these values of the rows held here instead while the context is open."""
         self._values = values
         try:
             yield
@@ -71,8 +69,8 @@ class GatheredLayer:
         weights = {name: value.data for name, value in self._layers[layer].items()}
         for value in weights.values():
             value.untyped_storage().resize_(value.nbytes)
-        for name, parameter, place in self._trained.places(weights):
-            place.copy_(parameter.detach() if self._values is None else self._values[name], non_blocking=True)
+        for piece, parameter, place in self._trained.places(weights):
+            place.copy_(parameter.detach() if self._values is None else self._values[piece], non_blocking=True)
         if self._spreads is not None and weights:
             what = f"the weights of layer {layer + 1} of {len(self._layers)}"
             self._under_way[layer] = self._spreads[layer].begin(weights, f"layer.{layer}", what, context)

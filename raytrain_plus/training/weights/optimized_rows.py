@@ -16,8 +16,6 @@ from torch import nn
 
 from raytrain_plus.device_copies import StateCopies, host_room
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.state.held import HeldRows
-from raytrain_plus.state.weight_rows import OF_ROWS, WeightRows, rows_of, weight_of
 from raytrain_plus.torch_compat import copy_each
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -26,6 +24,7 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class _Part(NamedTuple):
     """A parameter of the optimizer, and the rows of the model's weight that it changes."""
 
+    piece: Piece
     parameter: nn.Parameter
     weight: nn.Parameter
     rows: slice | None
@@ -77,16 +76,17 @@ class Trained:
             name: value.dtype for name, value in (masters or {}).items()
         }
         """The dtype in which each weight is changed."""
-        self.rows = Pieces.of(Piece(OF_ROWS + name, 0, count) for name, count in self.row_counts.items())
+        self.rows = Pieces.of(Piece(name, 0, count) for name, count in self.row_counts.items())
         """All rows of all weights."""
         self.owned = self.rows
         """Those that are changed here."""
-        self.named: Named = [(name, (masters or {}).get(name, value)) for name, value in named]
-        """What the optimizer gets."""
-        self._parts = [
-            _Part(one, value, None, one is not value) for (_, one), (_, value) in zip(self.named, named, strict=True)
-        ]
-        self._of_weight = _by_weight(self.named, self._parts)
+        masters = masters or {}
+        self._take(
+            [
+                _Part(Piece(name, 0, self.row_counts[name]), masters.get(name, value), value, None, name in masters)
+                for name, value in named
+            ]
+        )
         if gathered:
             self.own(Pieces())
 
@@ -102,17 +102,13 @@ class Trained:
 
     @property
     def row_bytes(self) -> dict[str, int]:
-        """The bytes of a row of each weight, as pieces name them."""
-        return {OF_ROWS + name: value.nbytes // max(1, self.row_counts[name]) for name, value in self.weights}
+        """The bytes of a row of each weight."""
+        return {name: value.nbytes // max(1, self.row_counts[name]) for name, value in self.weights}
 
     @property
-    def owned_rows(self) -> HeldRows | None:
-        """The rows that are changed here; None if all are."""
-        return None if self.everything else self.held_rows(self.owned)
-
-    def held_rows(self, pieces: Pieces) -> HeldRows:
-        """Return these rows as the state's tensors need them."""
-        return HeldRows(rows_of(pieces, self.row_counts), self.row_counts)
+    def pieces(self) -> list[Piece]:
+        """The rows that each of the optimizer's parameters is; empty for weights of which no row is changed here."""
+        return [part.piece for part in self._parts]
 
     @property
     def shared(self) -> Named:
@@ -122,27 +118,36 @@ class Trained:
     def own(self, owned: Pieces) -> None:
         """Change these rows from now on. Masters keep their values only if they had all rows, and are not gathered."""
         before = dict(self.named) if self.everything and not self.gathered else {}
-        taken: dict[str, list[WeightRows]] = {}
-        for rows in rows_of(owned, self.row_counts):
-            taken.setdefault(rows.weight, []).append(rows)
-        named, parts = [], []
-        for name, value in self.weights:
-            # The optimizer gets rows of each weight, so that its groups are the same on all workers.
-            for rows in taken.get(name) or [WeightRows(name, 0, 0)]:
-                part = self._part(name, value, rows, before.get(name))
-                named.append((rows.name, part.parameter))
-                parts.append(part)
-        self.named, self._parts, self.owned = named, parts, owned
-        self._of_weight = _by_weight(named, parts)
+        taken: dict[str, list[Piece]] = {}
+        for piece in owned:
+            taken.setdefault(piece.name, []).append(piece)
+        # The optimizer gets rows of each weight, so that its groups are the same on all workers.
+        self._take(
+            [
+                self._part(piece, value, before.get(name))
+                for name, value in self.weights
+                for piece in taken.get(name) or [Piece(name, 0, 0)]
+            ]
+        )
+        self.owned = owned
 
-    def _part(self, name: str, weight: nn.Parameter, rows: WeightRows, master: nn.Parameter | None) -> _Part:
-        at = None if rows.last is None else slice(rows.first, rows.last)
+    def _take(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self.named: Named = [(part.piece.name, part.parameter) for part in parts]
+        """What the optimizer gets, under the names of the weights."""
+        self._of_weight: dict[str, list[_Part]] = {}
+        for part in parts:
+            self._of_weight.setdefault(part.piece.name, []).append(part)
+
+    def _part(self, piece: Piece, weight: nn.Parameter, master: nn.Parameter | None) -> _Part:
+        name, first, last = piece
+        at = None if (first, last) == (0, self.row_counts[name]) else slice(first, last)
         if not weight.dim() and at is not None:
-            return _Part(nn.Parameter(self._room((0,), name, weight)), weight, None, master=True)
-        part = _Part(weight, weight, at, master=name in self.mastered)
+            return _Part(piece, nn.Parameter(self._room((0,), name, weight)), weight, None, master=True)
+        part = _Part(piece, weight, weight, at, master=name in self.mastered)
         if self.gathered:
             # Their values come from other workers, from a checkpoint, or from `put`.
-            shape = weight.shape if rows.last is None else (rows.last - rows.first, *weight.shape[1:])
+            shape = weight.shape if at is None else (last - first, *weight.shape[1:])
             return part._replace(parameter=nn.Parameter(self._room(shape, name, weight).zero_()))
         if not part.master:
             return part if at is None else part._replace(parameter=nn.Parameter(part.of_weight))
@@ -157,13 +162,13 @@ class Trained:
             return host_room(shape, self.dtypes[name], weight.device)
         return torch.empty(tuple(shape), dtype=self.dtypes[name], device=weight.device)
 
-    def places(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
-        """Yield the optimizer's parameters that are rows of these weights: name, parameter, and the rows there."""
+    def places(self, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[Piece, nn.Parameter, torch.Tensor]]:
+        """Yield the optimizer's parameters that are rows of these weights: which, parameter, and the rows there."""
         for weight, whole in weights.items():
-            for name, part in self._of_weight[weight]:
+            for part in self._of_weight[weight]:
                 # What stands for no rows of a weight has no values; nor has an empty weight.
                 if part.parameter.numel() or not whole.numel():
-                    yield name, part.parameter, whole if part.rows is None else whole[part.rows]
+                    yield part.piece, part.parameter, whole if part.rows is None else whole[part.rows]
 
     def put(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Take the values of the rows changed here from these weights."""
@@ -201,7 +206,7 @@ class Trained:
 
     def parameters_of(self, weight: str) -> list[nn.Parameter]:
         """Return the optimizer's parameters that are rows of a weight."""
-        return [part.parameter for _, part in self._of_weight[weight]]
+        return [part.parameter for part in self._of_weight[weight]]
 
     def forget_gradients(self) -> None:
         """Take the copies from the parameters."""
@@ -212,7 +217,7 @@ class Trained:
     def share_gradients(self) -> None:
         """Let each parameter of the optimizer have the gradient of its rows, unless it has a copy of them."""
         self.await_copies()
-        for parameter, weight, rows, _ in () if self.keeps_gradients else self._parts:
+        for _, parameter, weight, rows, _ in () if self.keeps_gradients else self._parts:
             if parameter is weight:
                 continue
             gradient = weight.grad if parameter.numel() or not weight.numel() else None
@@ -232,25 +237,13 @@ class Trained:
         # What is computed from now on sees the new weights.
         self.copies.before_change()
 
-    def whole(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of the size of the weights with these values of the rows held here, and the weights' own.
-
-        `values`: by the names of the optimizer's parameters.
-        """
+    def whole(self, values: Mapping[Piece, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors of the size of the weights with these values of the rows held here, and the weights' own."""
         found: dict[str, torch.Tensor] = {}
-        for (name, parameter), part in zip(self.named, self._parts, strict=True):
-            weight = weight_of(name)
-            if weight not in found:
-                found[weight] = part.weight.detach().to(parameter.dtype, copy=True)
-            whole = found[weight]
-            if parameter.numel():
-                (whole if part.rows is None else whole[part.rows]).copy_(values[name])
+        for part in self._parts:
+            whole = found.get(part.piece.name)
+            if whole is None:
+                whole = found[part.piece.name] = part.weight.detach().to(part.parameter.dtype, copy=True)
+            if part.parameter.numel():
+                (whole if part.rows is None else whole[part.rows]).copy_(values[part.piece])
         return found
-
-
-def _by_weight(named: Named, parts: Sequence[_Part]) -> dict[str, list[tuple[str, _Part]]]:
-    """Return the parts of each weight, with the names of their parameters."""
-    found: dict[str, list[tuple[str, _Part]]] = {}
-    for (name, _), part in zip(named, parts, strict=True):
-        found.setdefault(weight_of(name), []).append((name, part))
-    return found

@@ -9,7 +9,6 @@ import torch
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.membership.pieces import Piece, Pieces, split
-from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.training.exchange.context import StepContext
 
 MOST_BYTES = 8 << 20
@@ -76,9 +75,7 @@ class Spread:
         """Return what the members send of such tensors, one after the other."""
         kinds = tuple(tensor.dtype for tensor in tensors.values())
         if kinds not in self._rounds:
-            row_bytes = {
-                OF_ROWS + name: tensor.nbytes // max(1, self._row_counts[name]) for name, tensor in tensors.items()
-            }
+            row_bytes = {name: value.nbytes // max(1, self._row_counts[name]) for name, value in tensors.items()}
             self._rounds[kinds] = rounds_of(self._sent, row_bytes, MOST_BYTES)
         return self._rounds[kinds]
 
@@ -94,9 +91,8 @@ class Spread:
 
     def rows(self, tensors: Mapping[str, torch.Tensor], piece: Piece) -> torch.Tensor:
         """Return rows of one of the tensors."""
-        name = piece.name.removeprefix(OF_ROWS)
-        tensor = tensors[name].detach()
-        return tensor if self._row_counts[name] == 1 else tensor[piece.first : piece.last]
+        tensor = tensors[piece.name].detach()
+        return tensor if self._row_counts[piece.name] == 1 else tensor[piece.first : piece.last]
 
 
 class Exchange:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.weight_rows import parse_rows
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.randomness import random_key, set_random_key
 from raytrain_plus.training.weights.optimizer import build_optimizer, takes_model
@@ -48,17 +47,17 @@ def divide(
     `named`: the trained parameters; each is looked at before the next one is asked for, and not kept. `on_host`:
     whether the optimizer runs in the host's memory, wherever they are. `model`: see `ask_for_optimizer`. Raises
     `TaskError` if a weight's change depends on other weights: then it cannot be divided at all; and for a weight whose
-    name could be that of rows, or of a tensor in the optimizer's state.
+    name could be that of a tensor in the optimizer's state.
     """
     copies, wholes = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in named:
         copy = _copy(value)
         copies[name], wholes[name] = copy.cpu() if on_host else copy, torch.empty_like(value, device="meta")
-        if "/" in name or parse_rows(name).last is not None:
+        if "/" in name:
             raise TaskError(
                 f"the parameter '{name}' has a name that a sharded state cannot have",
                 where="parallel.sharded",
-                expected="names without a slash, and without numbers in brackets at the end",
+                expected="names without a slash",
                 remedy="rename its module, or use sharded: none",
             )
     if not copies:

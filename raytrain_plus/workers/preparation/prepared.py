@@ -148,7 +148,6 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
         own.holding,
         job.checkpoint.every_steps,
         best,
-        lambda pieces: own.state.trained.held_rows(pieces),
     )
     feeds = Feeds(plan, task.collate, transform, pinned if device.type == "cuda" else None, draws=draws)
     ready, classes = _reported(job, task, device, own, feeds, trial)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from raytrain_plus.errors import RaytrainError, StorageError, TrainingError, WaitExpired
-from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.state.finite import check_finite, tensor_of
-from raytrain_plus.state.held import HeldRows
 from raytrain_plus.state.holding import Holding, listed_weights
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.stored.checkpoint import Copy, write_share
@@ -50,14 +48,11 @@ class Saver:
         holding: Callable[[], Holding],
         every_steps: int | None,
         best: bool,
-        held_rows: Callable[[Pieces], HeldRows] | None = None,
     ) -> None:
         """Save into this folder.
 
-        `best`: whether every evaluated state is saved, so that the best one is kept. `held_rows` returns rows of
-        weights as a copy needs them, if the optimizer's state is sharded.
+        `best`: whether every evaluated state is saved, so that the best one is kept.
         """
-        self._held_rows = held_rows
         self._run = run
         self._holding = holding
         self._every_steps = every_steps
@@ -139,9 +134,7 @@ class Saver:
                 raise WaitExpired(f"of an earlier checkpoint nothing was written for {STILL_S:g} s")
         began, start = time.time(), time.monotonic()
         holding = self._holding()
-        rows = part.of.rows
-        written = None if rows is None or self._held_rows is None else self._held_rows(rows)
-        copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of, written)
+        copies, tree = self._memory.copy(holding, part.of.writer, part.of.holders_of, part.of.rows)
         weights = listed_weights(holding)
         stall_s = time.monotonic() - start
         self._free.clear()

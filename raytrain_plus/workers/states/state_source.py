@@ -21,13 +21,13 @@ from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.slice_names import is_slice
 from raytrain_plus.state.entry import Cut, StateTensor
 from raytrain_plus.state.finite import check_finite
-from raytrain_plus.state.held import HeldTensor, held_tensors
-from raytrain_plus.state.holding import saved_model, scale_values
-from raytrain_plus.state.named import bytes_of, optimizer_state, state_sha256
+from raytrain_plus.state.held import HeldTensor, held_tensors, whole_tensors
+from raytrain_plus.state.holding import optimized, saved_model, scale_values
+from raytrain_plus.state.named import bytes_of, optimizer_values, state_sha256
 from raytrain_plus.state.slices import module_of, name_of_whole
 from raytrain_plus.state.stages import REST, everything, layer_of
 from raytrain_plus.state.transfer import Array, Snapshot, hashed, part_of
-from raytrain_plus.state.weight_rows import is_sharded
+from raytrain_plus.state.weight_rows import TensorKey, TensorRows, key_of
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.states.held_state import OwnState
 from raytrain_plus.workers.states.state_copier import Copier
@@ -147,12 +147,12 @@ class StateSource:
         """Return the tensors of one state; those of a copy are kept until another state is requested."""
         if (own := self._own.at(step, stage)) is not None:
             self._copied = None
-            return held_tensors(_hashed_tensors(own), own.trained.owned_rows)
+            return _held_by(own)
         if self._copied is None or self._copied[0] != (step, stage):
             found = self._copier.find(step, stage)
             if found is None:
                 raise Interrupted(f"{self._worker} no longer has a copy of {stage} of step {step}")
-            self._copied = (step, stage), held_tensors(hashed(found), None)
+            self._copied = (step, stage), whole_tensors(hashed(found))
         return self._copied[1]
 
 
@@ -178,10 +178,19 @@ def _with_names(entry: StateTensor, others: Mapping[str, tuple[str, ...]]) -> St
 
 def sha256_of(state: TrainState) -> str:
     """Return the hash of a state (see `state.named`), or where it is sharded, of what all workers have of it."""
-    tensors = _hashed_tensors(state)
-    if state.division is not None:
-        tensors = {name: value for name, value in tensors.items() if not is_sharded(name, state.trained.mastered)}
-    return state_sha256(tensors)
+    return state_sha256({key: value for key, value in _hashed_tensors(state).items() if isinstance(key, str)})
+
+
+def _held_by(state: TrainState) -> list[HeldTensor]:
+    """Return the tensors that a state's hash covers, of those that are divided by rows the rows that change here."""
+    tensors, layout = _hashed_tensors(state), state.holding().layout
+    whole = {key: value for key, value in tensors.items() if isinstance(key, str)}
+    if layout is None:
+        return whole_tensors(whole)
+    of_rows = {key: value for key, value in tensors.items() if isinstance(key, TensorRows)}
+    divided = layout.divided
+    alike = {name: value for name, value in whole.items() if name not in divided}
+    return whole_tensors(alike) + held_tensors(of_rows, state.trained.owned, layout.counts)
 
 
 def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
@@ -190,7 +199,10 @@ def _rows_of(state: Sequence[HeldTensor], piece: Piece) -> Array:
     return bytes_of(held.slice(piece.first, piece.last).cpu()).numpy()
 
 
-def _hashed_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+def _hashed_tensors(state: TrainState) -> dict[TensorKey, torch.Tensor]:
     """Return the tensors that the state's hash covers."""
-    optimizer = optimizer_state(state.optimizer, state.named)
-    return {**saved_model(state.holding()), **optimizer, **scale_values(state.counts)}
+    holding = state.holding()
+    found = saved_model(holding)
+    for rows, name, values in optimized(holding):
+        found |= {key_of(rows, tensor): value for tensor, value in optimizer_values(name, values).items()}
+    return found | dict(scale_values(state.counts).items())

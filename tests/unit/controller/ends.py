@@ -37,7 +37,7 @@ from raytrain_plus.training.exchange.early_stop import verdict
 from raytrain_plus.training.exchange.header import either
 from raytrain_plus.training.exchange.step_records import Activity, StepRecord
 from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, Written
-from tests.unit.controller.fakes import Run
+from tests.unit.controller.fakes import LaterThread, Run
 from tests.unit.controller.simulated_worker import (
     METRIC,
     ROWS,
@@ -58,20 +58,6 @@ MOST = 3_000
 
 class Accused(AssertionError):
     """A run ended otherwise than it should have, or its folder says what is not true."""
-
-
-class LaterThread:
-    """Stands for an executor of one thread: what is submitted runs when its turn comes."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], None]] = []
-
-    def submit(self, act: Callable[..., None], *arguments: Any) -> None:
-        self.waiting.append(lambda: act(*arguments))
-
-    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            self.waiting.clear()
 
 
 class Ends(Run):
@@ -131,6 +117,7 @@ class Ends(Run):
             elif method == "settled":
                 if part is not None:
                     part.history.append((method, arguments))
+                process.settled.add(arguments)
                 if process.open == arguments:
                     process.open = None
             elif method == "copied":
@@ -348,10 +335,13 @@ class Ends(Run):
         member = Member(part, self.job, self.engine._order.plan.steps, self.metric)
         member.run()
         process.member = member
-        process.holds, process.open, process.free = member.applied, member.open, member.free
+        process.holds = member.applied
+        # One that is interrupted hears nothing more of its generation, but its process does.
+        process.open = None if member.open in process.settled else member.open
         shares, copied = (0, 0) if before is None else (len(before.shares), len(before.copied))
         layers = part.assignment.layers
         process.writes += [Shared(step, part.assignment.share, found, layers) for step, found in member.shares[shares:]]
+        process.free = not process.writes
         for step in member.copied[copied:]:
             process.copies[step, layers.stage] = part.assignment.generation
             process.sends.append(step)

@@ -201,6 +201,20 @@ class FakeTime:
         return Clock(now=lambda: self.now, unix=lambda: 1e9 + self.now)
 
 
+class LaterThread:
+    """Stands for an executor of one thread: what is submitted runs when its turn comes."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Callable[[], None]] = []
+
+    def submit(self, act: Callable[..., None], *arguments: Any) -> None:
+        self.waiting.append(lambda: act(*arguments))
+
+    def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            self.waiting.clear()
+
+
 def job_of(minimum: int = 1, maximum: int = 2, spares: int = 0, **settings: Any) -> Job:
     data = Data(path="x", batch_size=8, shards=SHARDS)
     workers = Workers(min=minimum, max=maximum, spares=spares)

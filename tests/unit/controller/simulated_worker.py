@@ -28,7 +28,6 @@ from raytrain_plus.state.named import entry_of
 from raytrain_plus.state.stages import REST, layer_of
 from raytrain_plus.state.stored.checkpoint import Copy
 from raytrain_plus.state.stored.shares import share_of
-from raytrain_plus.state.weight_rows import OF_ROWS
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
@@ -77,7 +76,7 @@ def weights_in(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def written_rows(name: str, rows: Pieces) -> list[Piece]:
     """Return the rows that a writer writes of a tensor, of the rows of weights that it writes."""
     weight = name.split("/")[1]
-    return [Piece(name, first, last) for held, first, last in rows if held == OF_ROWS + weight]
+    return [Piece(name, first, last) for held, first, last in rows if held == weight]
 
 
 def copies_of(tensors: Mapping[str, torch.Tensor], share: ShareOf) -> list[Copy]:
@@ -319,6 +318,8 @@ class Process:
     member: Member | None = None
     """The last replay of that part."""
     open: tuple[int, int] | None = None
+    settled: set[tuple[Any, ...]] = field(default_factory=set)
+    """The checkpoints that are no longer in progress, as far as it was told."""
     free: bool = True
     calls: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     """What its training thread is to do, oldest first."""

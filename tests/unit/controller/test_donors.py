@@ -35,6 +35,7 @@ def sources(
         {name: pieces(stage) for name, stage in holding.items()},
         {provider: pieces(provider[1]) for provider in providers},
         BYTES,
+        Pieces(),
     )
 
 
@@ -121,14 +122,14 @@ def test_a_repartition_moves_exactly_the_missing_layers(before: int, after: int)
 
 
 def test_rows_come_from_those_who_hold_them_and_the_rest_from_one() -> None:
-    rows = {name: Pieces.of([Piece("optim/w", *pair)]) for name, pair in {"a": (0, 4), "b": (2, 8)}.items()}
-    rest = Pieces.of([Piece(REST)])
+    rows = {name: Pieces.of([Piece("w", *pair)]) for name, pair in {"a": (0, 4), "b": (2, 8)}.items()}
+    rest, all_rows = Pieces.of([Piece(REST)]), union(rows.values())
     providers = {(name, Stage()): union([rest, own]) for name, own in rows.items()}
-    wanted = Pieces.of([Piece("optim/w", 1, 8)])
-    found = donor_parts({"x": union([rest, wanted])}, {}, providers, {REST: 0, "optim/w": 4})["x"]
+    wanted = Pieces.of([Piece("w", 1, 8)])
+    found = donor_parts({"x": union([rest, wanted])}, {}, providers, {REST: 0, "w": 4}, all_rows)["x"]
     assert Pieces.of(piece for one in found for piece in one.rows or ()) == wanted
     assert sorted(str(one.layers) for one in found) == ["()", "None"]
     # A member that keeps its weights takes rows alone.
     held = union([rest, rows["a"]])
-    [one] = donor_parts({"a": union([rest, wanted])}, {"a": held}, providers, {REST: 0, "optim/w": 4})["a"]
-    assert one == DonorPart("b", Stage(), (), (Piece("optim/w", 4, 8),))
+    [one] = donor_parts({"a": union([rest, wanted])}, {"a": held}, providers, {REST: 0, "w": 4}, all_rows)["a"]
+    assert one == DonorPart("b", Stage(), (), (Piece("w", 4, 8),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -90,7 +90,7 @@ def run_to_its_end(folder: Path, seed: int) -> None:
     raise Accused(f"seed {seed}: stopped more often than it was told to")
 
 
-def many(tmp_path: Path, seeds: range, matters: Callable[[Job], bool] = lambda job: True) -> None:
+def many(tmp_path: Path, seeds: Iterable[int], matters: Callable[[Job], bool] = lambda job: True) -> None:
     """Run the cases of these seeds that matter."""
     for seed in seeds:
         if matters(case_of(Random(seed)).job):
@@ -99,6 +99,10 @@ def many(tmp_path: Path, seeds: range, matters: Callable[[Job], bool] = lambda j
 
 def test_however_runs_end_their_checkpoints_are_whole_and_the_best_state_is_kept(tmp_path: Path) -> None:
     many(tmp_path, range(30))
+
+
+def test_a_checkpoint_that_is_complete_after_the_group_went_back_is_the_one_that_it_reads(tmp_path: Path) -> None:
+    many(tmp_path, [2930])
 
 
 @pytest.mark.slow

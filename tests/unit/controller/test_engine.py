@@ -39,7 +39,7 @@ from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.workers.messages import Outcome, Sent, WorkerLocation, Written
 from raytrain_plus.workers.pool import KILLED
 from tests.support.states import shares, state
-from tests.unit.controller.fakes import Run, job_of
+from tests.unit.controller.fakes import LaterThread, Run, job_of
 
 Started = Callable[..., Run]
 
@@ -377,11 +377,15 @@ def test_a_copy_that_turns_out_to_be_damaged_no_longer_counts(
 
 def saved(run: Run, step: int) -> None:
     """Have the only member write a checkpoint."""
+    write(run, step)
+    run.until(lambda: "checkpoint_saved" in run.kinds())
+
+
+def write(run: Run, step: int) -> None:
     folder = run.engine.run_folder
     [share] = shares(folder, state(step), name_of(step, 0), 1)
     tree = {"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
     run.put(replace(written(step, 0, ""), writers=1, share=share, tree=tree))
-    run.until(lambda: "checkpoint_saved" in run.kinds())
 
 
 def test_a_state_that_nobody_holds_is_read_from_the_checkpoint(started: Started) -> None:
@@ -404,6 +408,37 @@ def test_a_state_that_nobody_holds_is_read_from_the_checkpoint(started: Started)
     told = run.told("resumed")
     assert (told["step"], told["checkpoint"], told["voided_to"]) == (0, name_of(0, 0), 1)
     assert run.assignment(B).first_step == 1
+
+
+@pytest.mark.parametrize("found", [None, DamagedError("there is no such file", where="a file")])
+def test_a_checkpoint_that_is_published_while_an_older_one_is_read_is_read_instead(
+    started: Started, found: Exception | None
+) -> None:
+    run, later = started(A), LaterThread()
+    run.report(A, 0, 1)
+    saved(run, 0)
+    publisher: Any = run.engine
+    publisher._checkpoints._publisher._thread = later
+    run.workers.die(A, "gone")
+    run.turn()
+    run.prepare(B)
+    assert run.workers.take("restore") == [(B, "restore")]
+    # What the dead worker said last.
+    write(run, 1)
+    if found is not None:
+        # The older one is removed.
+        later.waiting.pop()()
+    run.workers.answer(B, "restore", found)
+    run.turn()
+    if found is None:
+        assert run.workers.take("restore", "serve") == []
+        later.waiting.pop()()
+    run.turn(1.0)
+    assert run.workers.take("restore", "serve") == [(B, "restore")]
+    run.workers.answer(B, "restore")
+    run.turn(1.0)
+    assert run.assignment(B).first_step == 2
+    assert not {"resumed", "checkpoint_failed"} & set(run.kinds())
 
 
 def test_a_run_whose_only_checkpoint_is_damaged_fails(started: Started) -> None:

@@ -14,7 +14,6 @@ from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.state.stages import REST
-from raytrain_plus.state.weight_rows import only_rows
 from raytrain_plus.workers.messages import WHOLE, PreparedReport, WorkerLocation
 from tests.unit.controller.fakes import job_of
 
@@ -56,11 +55,11 @@ def test_a_stage_has_its_layers_and_what_trains_has_the_rest() -> None:
 def test_a_stage_has_the_rows_of_its_layers_weights() -> None:
     found = partitions(400)
     found.fit((2,), ["a", "b"])
-    front, back = Piece("optim/front.weight", 0, 4), Piece("optim/back.0.weight", 0, 3)
-    parts = found.parts(Pieces.of([front, back]))
-    rows = {stage: only_rows(pieces) for stage, pieces in parts.items()}
+    front, back = Piece("front.weight", 0, 4), Piece("back.0.weight", 0, 3)
+    all_rows = Pieces.of([front, back])
+    rows = {stage: pieces & all_rows for stage, pieces in found.parts(all_rows).items()}
     assert rows == {
-        Stage(): Pieces.of([front, back]),
+        Stage(): all_rows,
         Stage(0, 2): Pieces.of([front]),
         Stage(1, 2): Pieces.of([back]),
     }

@@ -139,7 +139,7 @@ def test_owners_depend_on_nothing_but_their_arguments() -> None:
 
 
 def test_the_shares_of_each_layer_are_equal_where_layers_are_gathered() -> None:
-    rows = Pieces.of([Piece(f"optim/{layer}.weight", 0, count) for layer, count in {"a": 8, "b": 80, "c": 12}.items()])
+    rows = Pieces.of([Piece(f"{layer}.weight", 0, count) for layer, count in {"a": 8, "b": 80, "c": 12}.items()])
     members = ["w0", "w1", "w2", "w3"]
     owners = balanced(rows, dict.fromkeys(rows.names, 4), members, 1, dict.fromkeys(members, "n"), {}, by_layer=True)
     for layer in layers_of(rows).values():

@@ -14,11 +14,11 @@ from raytrain_plus.membership.pieces import Piece, Pieces, union
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.membership.state_machine import begin, step
 
-ROWS, ROW_BYTES = Pieces.of([Piece("optim/w", 0, 120)]), {"optim/w": 4}
+ROWS, ROW_BYTES = Pieces.of([Piece("w", 0, 120)]), {"w": 4}
 WHOLE = Stage()
 FRONT, BACK = Stage(0, 2), Stage(1, 2)
-OF_FRONT, OF_BACK = Pieces.of([Piece("optim/front.w", 0, 120)]), Pieces.of([Piece("optim/back.w", 0, 60)])
-BOTH_BYTES = {"optim/front.w": 4, "optim/back.w": 4}
+OF_FRONT, OF_BACK = Pieces.of([Piece("front.w", 0, 120)]), Pieces.of([Piece("back.w", 0, 60)])
+BOTH_BYTES = {"front.w": 4, "back.w": 4}
 IN_TWO_STAGES = e.Fitted(
     (2,),
     {

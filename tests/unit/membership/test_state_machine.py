@@ -168,7 +168,8 @@ EXPECTED: dict[tuple[Phase, type[Any]], Seen] = {
     (C, e.Handed): (E, ["End"], {}),
     (C, e.Overwritten): (C, [], {"a.state": "restoring", "a.holds": None, "a.stage": None}),
     **{(phase, e.Rescale): (phase, [], {**FEWER, "b.leaving": True, "b.unwanted": True}) for phase in (J, P, L)},
-    **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (G, J, T, P, L, C)},
+    **{(phase, e.Saved): (phase, [], {"durable": 2}) for phase in (J, T, P, L, C)},
+    (G, e.Saved): (G, ["Wait"], {"committed": 2, "durable": 2}),
     **{(phase, e.CopyMissing): (phase, [], {"a.copies": frozenset()}) for phase in (J, T, P, L, C)},
     **{(phase, e.Copied): (phase, [], {"a.copies": frozenset({(2, WHOLE)})}) for phase in (J, T, P, L)},
 }
@@ -620,6 +621,18 @@ def test_the_state_is_saved_before_all_of_its_holders_leave() -> None:
     group, commands = step(group, e.Lost("b"))
     assert (group.committed, group.durable) == (3, 3)
     group, commands = step(group, e.Ready("worker-2", -1))
+    assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
+
+
+def test_a_group_that_went_back_goes_on_from_a_newer_checkpoint_that_is_complete_after_that() -> None:
+    group = replace(drained(minimum=2), committed=3, durable=1)
+    group, _ = step(group, e.Lost("a"))
+    group, _ = step(group, e.Lost("b"))
+    group, commands = step(group, e.Ready("worker-2", -1))
+    assert commands == [e.Restore("worker-2", 1, WHOLE), e.Wait(0, 2)]
+    group, commands = step(group, e.Saved(3))
+    assert (group.committed, group.durable) == (3, 3)
+    group, commands = step(group, e.Ready("worker-2", 1, WHOLE))
     assert commands == [e.Restore("worker-2", 3, WHOLE), e.Wait(0, 2)]
 
 

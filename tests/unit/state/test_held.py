@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state.held import HeldRows, HeldTensor, held_tensors, of_weights
-from raytrain_plus.state.weight_rows import WeightRows
+from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.state.held import HeldTensor, held_tensors, whole_tensors
+from raytrain_plus.state.weight_rows import TensorRows
 
 UNITS = {"w": 8, "whole": 1, "none": 1}
 W, EXP, STEP = torch.arange(24.0).reshape(8, 3), torch.arange(12.0).reshape(4, 3), torch.tensor(5.0)
@@ -18,12 +18,16 @@ def names(found: Sequence[HeldTensor]) -> list[tuple[str, int, int]]:
     return [(one.name, one.first, one.last) for one in found]
 
 
-def test_only_rows_that_are_changed_here_are_held() -> None:
-    state = {"param/w": W, "optim/w[2:6]/exp_avg": EXP, "optim/w[2:6]/step": STEP, "buffer/mean": W[0]}
-    found = held_tensors(state, HeldRows([WeightRows("w", 2, 6)], UNITS))
+def of_rows(rows: Piece, tensors: dict[str, torch.Tensor]) -> dict[TensorRows, torch.Tensor]:
+    return {TensorRows(rows, name): value for name, value in tensors.items()}
+
+
+def test_rows_are_named_by_their_whole_tensor() -> None:
+    state = of_rows(Piece("w", 2, 6), {"param/w": W[2:6], "optim/w/exp_avg": EXP, "optim/w/step": STEP})
+    found = held_tensors(state, Pieces.of([Piece("w", 2, 6)]), UNITS)
     # The step count goes with the first row, which another worker has.
-    assert names(found) == [("param/w", 2, 6), ("optim/w/exp_avg", 2, 6), ("buffer/mean", 0, 3)]
-    weight, moment, _ = found
+    assert names(found) == [("param/w", 2, 6), ("optim/w/exp_avg", 2, 6)]
+    weight, moment = found
     assert torch.equal(weight.value, W[2:6])
     assert (weight.entry.shape, weight.entry.size, weight.entry.held) == ((8, 3), W.nbytes, (2, 6))
     assert torch.equal(moment.slice(3, 5), EXP[1:3])
@@ -31,8 +35,8 @@ def test_only_rows_that_are_changed_here_are_held() -> None:
 
 
 def test_fewer_rows_are_written_than_held() -> None:
-    state = {"param/w": W, "optim/w/exp_avg": W, "optim/w/step": STEP}
-    found = held_tensors(state, HeldRows([WeightRows("w", 0, 1), WeightRows("w", 6, 8)], UNITS))
+    state = of_rows(Piece("w", 0, 8), {"param/w": W, "optim/w/exp_avg": W, "optim/w/step": STEP})
+    found = held_tensors(state, Pieces.of([Piece("w", 0, 1), Piece("w", 6, 8)]), UNITS)
     assert names(found) == [
         ("param/w", 0, 1),
         ("param/w", 6, 8),
@@ -43,17 +47,15 @@ def test_fewer_rows_are_written_than_held() -> None:
 
 
 def test_what_cannot_be_divided_is_held_whole_or_not_at_all() -> None:
-    state = {"param/whole": W, "optim/whole/row": W[:, 0], "param/none": torch.zeros(0)}
-    assert names(held_tensors(state, HeldRows([WeightRows("whole")], UNITS))) == [
-        ("param/whole", 0, 8),
-        ("optim/whole/row", 0, 8),
-    ]
-    [empty] = held_tensors(state, HeldRows([WeightRows("none")], UNITS))
+    whole, none = Piece("whole"), Piece("none")
+    state = of_rows(whole, {"param/whole": W, "optim/whole/row": W[:, 0]})
+    state |= of_rows(none, {"param/none": torch.zeros(0)})
+    assert names(held_tensors(state, Pieces.of([whole]), UNITS)) == [("param/whole", 0, 8), ("optim/whole/row", 0, 8)]
+    assert held_tensors(state, Pieces.of([Piece("w", 0, 8)]), UNITS) == []
+    [empty] = held_tensors(state, Pieces.of([none]), UNITS)
     assert empty.pieces(8) == [Piece("param/none", 0, 0)]
 
 
 def test_without_sharding_everything_is_held() -> None:
     state = {"param/w": W, "optim/w/step": STEP}
-    assert names(held_tensors(state, None)) == [("param/w", 0, 8), ("optim/w/step", 0, 1)]
-    assert of_weights("optim/w[2:6]/exp_avg", UNITS)
-    assert not of_weights("param/frozen", UNITS)
+    assert names(whole_tensors(state)) == [("param/w", 0, 8), ("optim/w/step", 0, 1)]

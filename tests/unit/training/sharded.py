@@ -163,9 +163,7 @@ def metrics_of(steps: SynchronousSteps, world: Any, hosted: Sequence[int]) -> di
 def joined(states: Sequence[TrainState]) -> dict[str, torch.Tensor]:
     """Return the tensors of the state that these workers hold together, over which its hash is computed."""
     parts = [undigested(0, state.holding(), everything) for state in states]
-    trained = states[0].trained
-    names = [name for name, _ in trained.weights]
-    return hashed(with_rows(parts, names, trained.row_counts, trained.mastered))
+    return hashed(with_rows(parts, list(states[0].trained.rows)))
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:

@@ -172,6 +172,51 @@ def test_one_worker_summarises_all_rows_in_order() -> None:
         assert outputs["pairs"].dtype == torch.bfloat16
 
 
+class Ragged(Rows):
+    """Its rows are as long as their batch has rows, in two dimensions."""
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        found = super().evaluate(model, batch)
+        square = batch.long().reshape(-1, 1, 1).expand(-1, 2, len(batch))
+        return {"loss": found["loss"], "row": batch.long(), "square": square, "half": square.half()}
+
+    def summarise(self, outputs: Any) -> Any:
+        self.seen.append(dict(outputs))
+        return {}
+
+
+def test_rows_of_unequal_length_are_padded_to_the_longest_on_any_worker() -> None:
+    seen = []
+    for layout in ([[0, 1, 2]], [[0], [1, 2]], [[2], [0], [1]]):
+        world, tasks = Together(len(layout)), [Ragged() for _ in layout]
+        with ThreadPoolExecutor(len(layout)) as members:
+            tries = [
+                members.submit(figures, hosted, world.of(rank), None, None, tasks[rank])
+                for rank, hosted in enumerate(layout)
+            ]
+            for tried in tries:
+                tried.result(20)
+        [outputs] = tasks[0].seen
+        seen.append({name: value.tolist() for name, value in outputs.items()})
+        square = outputs["square"]
+        assert (square.dtype, outputs["half"].dtype, square.shape[:2]) == (torch.int64, torch.float16, (12, 2))
+        longest = square.shape[2]
+        lengths = {int((row[0] != -100).sum()) for row in square}
+        assert max(lengths) == longest > min(lengths)
+        for number, row in enumerate(square.tolist()):
+            assert row[0] == row[1] == [number] * row[0].count(number) + [-100] * (longest - row[0].count(number))
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_rows_that_cannot_hold_a_number_below_0_are_of_one_length() -> None:
+    class Flags(Ragged):
+        def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Any:
+            return {"flags": torch.ones(len(batch), len(batch), dtype=torch.bool)}
+
+    with pytest.raises(TrainingError, match=r"values of rows for different batches: flags \(torch.bool, \(3,"):
+        figures([0, 1, 2], SoloWorld(), task=Flags())
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

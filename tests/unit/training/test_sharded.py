@@ -78,11 +78,10 @@ def test_rows_come_with_their_newest_values_from_those_who_have_changed_them() -
         assert not state.complete
         for name, value in state.trained.weights:
             own = {id(parameter) for parameter in state.trained.parameters_of(name)}
-            kept = {of: one.detach().clone() for of, one in state.named if id(one) in own}
+            kept = [(one, one.detach().clone()) for _, one in state.named if id(one) in own]
             value.detach().fill_(torch.nan)
-            for of, one in state.named:
-                if of in kept:
-                    one.detach().copy_(kept[of])
+            for one, values in kept:
+                one.detach().copy_(values)
     heir = group.make().state
     trained = heir.trained
     given = assign(trained.rows, {name: state.trained.owned for name, state in states.items()}, trained.row_bytes)

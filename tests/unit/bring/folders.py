@@ -1,0 +1,100 @@
+"""Folders of tiny models, as `save_pretrained` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+import transformers
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(28))]
+
+
+def gpt2() -> Any:
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=1, eos_token_id=1
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def t5() -> Any:
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> Any:
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=8,
+        patch_size=4,
+        num_channels=1,
+        num_labels=3,
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def bert(kind: str = "BertForMaskedLM", **settings: Any) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
+        **settings,
+    )
+    return getattr(transformers, kind)(config)
+
+
+KINDS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit, "bert": bert}
+
+
+def saved(folder: Path, kind: str | Any) -> Path:
+    """Write a model of that kind, or this one, with a tokenizer's files beside it."""
+    torch.manual_seed(0)
+    model = KINDS[kind]() if isinstance(kind, str) else kind
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    return folder
+
+
+def rows(kind: str, count: int = 8) -> pa.Table:
+    """Return rows that a model of that kind takes; lists are of uneven lengths."""
+    draw = torch.Generator().manual_seed(1)
+
+    def tokens(length: int) -> list[int]:
+        return torch.randint(4, 32, (length,), generator=draw).tolist()
+
+    lengths = [3 + number % 5 for number in range(count)]
+    if kind == "vit":
+        images = torch.rand(count, 64, generator=draw).tolist()
+        image = pa.array([[[row[8 * n : 8 * n + 8] for n in range(8)]] for row in images])
+        return pa.table({"pixel_values": image, "labels": [number % 3 for number in range(count)]})
+    ids = [tokens(length) for length in lengths]
+    if kind == "t5":
+        return pa.table({"input_ids": ids, "labels": [tokens(2 + number % 3) for number in range(count)]})
+    if kind == "bert":
+        return pa.table({"input_ids": ids, "labels": [[-100, *one[1:]] for one in ids]})
+    return pa.table({"input_ids": ids})
