@@ -1,4 +1,4 @@
-"""Define what the listeners of a run are to do, as the controller tells their process. Loads no torch."""
+"""Define what the listeners of a run are to do, wherever they run. Loads no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CalledTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Listened:
-    """What the listeners' process is to do."""
+    """What the listeners of a run are to do."""
 
     folder: str
     """The run's folder, as `open_folder` takes it."""
@@ -46,7 +46,7 @@ class Listened:
     task: CalledTask | None
     """None if the task has no callbacks."""
     roots: Sequence[str]
-    """Folders from which the task is imported; the process runs in the first one."""
+    """Folders from which the task is imported; a process of the listeners runs in the first one."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Environment variables of the trackers: see `settings_for`."""
 

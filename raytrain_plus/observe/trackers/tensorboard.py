@@ -1,7 +1,7 @@
 """Write TensorBoard scalars.
 
 This module writes the format itself instead of using tensorboardX, which loads torch if it is installed: more than a
-second and 200 MB in the listeners' process, for which the end of a short run would wait. A file is a sequence of
+second and 200 MB in the controller, where TensorBoard's listener runs if it is the only one. A file is a sequence of
 records,
 
     length (8 bytes) | checksum of the length (4) | payload | checksum of the payload (4)
