@@ -249,10 +249,10 @@ class Task:
         learning rate, a list if the optimizer has several groups, or None), `skipped`, and `metrics`, those that `loss`
         returned beside the loss.
 
-        The three methods are called in one process of their own, in the order of the run, on an instance of the task
-        that has no model. They cannot delay a step, nor end the run by raising: that is reported. Through losses of
-        workers each call is made once. If the controller or this process dies, calls may be made again, and steps that
-        are computed again are called again: use the number of the step as a key.
+        The three methods are called in a process of the run's listeners, in the order of the run, on an instance of the
+        task that has no model. They cannot delay a step, nor end the run by raising: that is reported. Through losses
+        of workers each call is made once. If the controller or this process dies, calls may be made again, and steps
+        that are computed again are called again: use the number of the step as a key.
         """
 
     def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:

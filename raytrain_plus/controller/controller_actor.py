@@ -16,6 +16,7 @@ from raytrain_plus.controller.event_loop import Clock
 from raytrain_plus.controller.group.formation import InWorld
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.group.nodes import Nodes
+from raytrain_plus.controller.record.listeners_actor import listeners_on
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.controller.run_order import Closing, Driver, RunOrder
@@ -93,6 +94,7 @@ class Controller:
             metrics=Metrics(job.name),
             host=RayHost(),
             clock=Clock(),
+            listeners=listeners_on,
         )
         if driver is not None and driver.identity:
             # Here, and not in `run`: a driver that dies before it calls that would leave this process behind.

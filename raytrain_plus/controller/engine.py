@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections.abc import Callable
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints, publisher_of
 from raytrain_plus.controller.checkpoints.restoring import Restoring
@@ -22,6 +23,7 @@ from raytrain_plus.controller.group.model_hand_over import Exporter, ModelHandOv
 from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
 from raytrain_plus.controller.group.state_copies import Replication
 from raytrain_plus.controller.opening import open_run
+from raytrain_plus.controller.record.listeners import Listeners
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.roster.partitions import Partitions
@@ -30,6 +32,7 @@ from raytrain_plus.controller.run import Run, merged
 from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
 from raytrain_plus.membership.group_state import Limits
+from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable
 from raytrain_plus.runs.history import Past
@@ -53,8 +56,10 @@ class Engine:
         metrics: Metrics,
         host: Host,
         clock: Clock,
+        listeners: Callable[[Listened, str], Listeners],
     ) -> None:
         """Wire the parts for the run of this order; `began`: Unix seconds at which Ray was available."""
+        self._listeners = listeners
         self._order, self._clock, self._host = order, clock, host
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = folder = Claimed(open_folder(order.plan.folder))
@@ -164,7 +169,7 @@ class Engine:
                 self._ending.fail(f"{failure}{ours}")
 
     def _open_run(self) -> None:
-        open_run(self._order, self.run_folder, self.record, self._host)
+        open_run(self._order, self.run_folder, self.record, self._host, self._listeners)
         self._checkpoints.restart_clock()
 
 

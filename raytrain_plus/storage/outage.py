@@ -1,8 +1,8 @@
 """Report storage failures: once for each cause, and once more when the storage works again.
 
-    events, ledger, TensorBoard, lease, checkpoints    each writer reports its own failures and successes
-    one cause                                          one file system (or object store) and one error number
-    works again                                        every writer that failed for this cause has written since
+    events, ledger, lease, checkpoints    each writer reports its own failures and successes
+    one cause                             one file system (or object store) and one error number
+    works again                           every writer that failed for this cause has written since
 
 A full disk makes every writer of a run fail, on every machine, many times a minute; it is reported once.
 """

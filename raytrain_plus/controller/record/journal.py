@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,11 @@ from raytrain_plus.controller.record.aside import Aside
 from raytrain_plus.controller.record.event_feed import EventFeed
 from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
 from raytrain_plus.controller.record.last_writes import LastWrites
+from raytrain_plus.controller.record.listeners import Evaluations, Listeners
 from raytrain_plus.controller.record.ownership import Ownership
 from raytrain_plus.controller.record.run_writers import Outlets
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.observe.gauges import Gauges
-from raytrain_plus.observe.trackers.callbacks import Callbacks
-from raytrain_plus.observe.trackers.trackers import Relay
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PROFILE, Fence
 from raytrain_plus.storage.interface import Folder
@@ -80,14 +79,12 @@ class Journal:
         self,
         fence: Fence,
         beginning: Beginning,
-        metrics: Callable[[int], Mapping[str, float]],
-        relays: Sequence[Relay] = (),
-        callbacks: Callbacks | None = None,
+        evaluated: Callable[[], Evaluations],
+        listeners: Listeners | None = None,
     ) -> None:
         """Begin writing to the run's folder.
 
-        `metrics` returns the evaluation metrics of a step. `relays`: the receivers of metrics, in addition to
-        TensorBoard; `callbacks`: call the task's methods that hear of the run.
+        `evaluated` returns the metrics of the evaluations up to now; `listeners` hear of all events.
         """
         run = self._run
         self._ownership.begin(fence, beginning.address, beginning.controller)
@@ -96,7 +93,7 @@ class Journal:
         run.write(DATASET, [json.dumps(beginning.dataset, indent=1).encode() + b"\n"])
         job, versions = beginning.job_yaml, dict(beginning.versions)
         started = {"job": job, "versions": versions, "address": beginning.address}
-        self._outlets.open(self._numbers.now, started, relays, metrics, callbacks, self._before_entries)
+        self._outlets.open(self._numbers.now, started, evaluated, listeners, self._before_entries)
 
     @property
     def generation(self) -> int:
@@ -206,18 +203,21 @@ class Journal:
 
         self._last_writes.write(write, self._newest())
 
-    def write_made(self, profile: Mapping[str, Any] | None) -> None:
-        """Write what the run has made, before its last event. Raises `RunError` if that cannot be written."""
+    def write_made(self, profile: Mapping[str, Any] | None, status: str) -> None:
+        """Write what the run has made, before its last event, and finish the listeners: it ends with this status.
+
+        Raises `RunError` if that cannot be written.
+        """
 
         def made() -> None:
             self.check_fence()
             if profile is not None:
                 self._run.write(f"{PROFILE}/summary.json", [json.dumps(profile, indent=1).encode() + b"\n"])
-            # The task's callbacks read the events.
+            # The listeners read the events.
             self._outlets.settle()
 
         self._last_writes.write(made, self._newest())
-        self._outlets.finish_callbacks(self._still_alive)
+        self._outlets.finish_listeners(status, self._still_alive)
         self._tell_news(last=True)
 
     def write_result(self, result: Result) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
 from raytrain_plus.controller.record.incidents import Incidents, Recovery
 from raytrain_plus.controller.record.journal import Beginning, Journal
+from raytrain_plus.controller.record.listeners import Listeners
 from raytrain_plus.controller.record.pending_steps import optional_fields
 from raytrain_plus.controller.record.reports import Reports
 from raytrain_plus.controller.record.totals import Totals
@@ -17,8 +18,6 @@ from raytrain_plus.credentials import without_credentials
 from raytrain_plus.membership.commits import Commits
 from raytrain_plus.membership.view import View
 from raytrain_plus.observe.gauges import Gauges
-from raytrain_plus.observe.trackers.callbacks import Callbacks
-from raytrain_plus.observe.trackers.trackers import Relay
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence
 from raytrain_plus.runs.history import Past
@@ -83,11 +82,9 @@ class RunRecord:
         self.evaluated = -2
         """The highest step whose evaluation was reported."""
 
-    def open(
-        self, fence: Fence, beginning: Beginning, relays: Sequence[Relay] = (), callbacks: Callbacks | None = None
-    ) -> None:
+    def open(self, fence: Fence, beginning: Beginning, listeners: Listeners | None = None) -> None:
         """Begin writing to the run's folder: see `Journal.open`."""
-        self.journal.open(fence, beginning, self.metrics, relays, callbacks)
+        self.journal.open(fence, beginning, lambda: self.history, listeners)
 
     @property
     def committed(self) -> int:
@@ -263,7 +260,7 @@ class RunRecord:
 
     def _write_end(self, result: Result) -> None:
         """Write what the run has made, then its last event, and then its result."""
-        self.journal.write_made(result.profile)
+        self.journal.write_made(result.profile, result.status)
         self.journal.tell(
             "run_finished",
             status=result.status,

@@ -6,6 +6,7 @@ MLflow's own environment variables set its address and the experiment.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,9 @@ def begin(run: str | None, title: str, settings: Mapping[str, Any]) -> tuple[str
 
     Raises what MLflow raises.
     """
+    for talkative in ("mlflow", "urllib3"):
+        # A failure is reported once, by whoever calls this module.
+        logging.getLogger(talkative).setLevel(logging.ERROR)
     client = MlflowClient()
     found = None if run is None else _found(client, run)
     if found is None:

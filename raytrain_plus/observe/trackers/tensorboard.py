@@ -1,15 +1,15 @@
 """Write TensorBoard scalars.
 
-This module writes the format itself instead of using tensorboardX, which loads torch if it is installed: 0.8 s and
-180 MB during a run's setup, in a controller that otherwise does not need it. A file is a sequence of records,
+This module writes the format itself instead of using tensorboardX, which loads torch if it is installed: more than a
+second and 200 MB in the controller, where TensorBoard's listener runs if it is the only one. A file is a sequence of
+records,
 
     length (8 bytes) | checksum of the length (4) | payload | checksum of the payload (4)
 
 numbers little-endian, checksums CRC-32C, rotated and shifted; a payload is a protocol buffer `Event` {1: wall time,
 2: step, 3: the format's name (first record) or 5: summary {1: value {1: tag, 2: metric}} or 7: session {1: status}}.
 
-On a file system a run's controller appends to one file; elsewhere it writes parts (`storage.folders.growing`), each of
-which is such a file.
+On a file system this process appends to one file; elsewhere it writes parts, each of which is such a file.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from raytrain_plus.observe.trackers.event_metrics import MetricValue
-from raytrain_plus.storage.folders.appended import Appended
-from raytrain_plus.storage.folders.growing import Growing
+from raytrain_plus.observe.run_events import RunEvent
+from raytrain_plus.observe.trackers.event_metrics import EventMetrics, evaluation_metrics
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.storage.outage import Outages
 
-WRITER = "TensorBoard"
-FLUSH_S = 5.0
-"""Maximum seconds for which metrics are buffered before they are written to a file."""
-PERIOD_S = 30.0
+PERIOD_S = 5.0
+"""Seconds between two writes."""
+REMOTE_S = 30.0
 """Seconds between two writes of a part."""
+PART_BYTES = 1 << 20
+"""A part ends with the records that bring it to at least this many bytes."""
 
 
 def _crc_entry(byte: int) -> int:
@@ -43,65 +42,67 @@ def _crc_entry(byte: int) -> int:
 _CRC_TABLE = tuple(map(_crc_entry, range(256)))
 
 
-class Scalars:
-    """A `Tracker` that writes TensorBoard's files."""
+class TensorBoard:
+    """A `Listener` that writes TensorBoard's files."""
 
-    def __init__(self, folder: Folder, clock: Callable[[], float] = time.time, outages: Outages | None = None) -> None:
-        """Write into this folder; `outages` records whether it accepts the metrics, which are kept until it does."""
+    most = 1000
+
+    def __init__(self, folder: Folder, evaluated: Mapping[int, Mapping[str, float]]) -> None:
+        """Write into this folder; `evaluated`: the metrics of earlier evaluations, by step."""
         self._folder = folder
-        self._clock = clock
-        self._outages = outages or Outages()
-        self._flushed = 0.0
-        self._file: Appended | Growing | None = None
+        self._evaluated = dict(evaluated)
+        self._metrics = EventMetrics()
+        self.period_s = REMOTE_S if folder.path is None else PERIOD_S
+        self._name = ""
+        """The name of the file that grows; empty if the next records begin one."""
+        self._part = b""
+        """What that file holds, if it cannot be appended to."""
 
-    def add(self, metrics: Sequence[MetricValue]) -> None:
-        """See `Tracker`."""
-        self._write(b"".join(record(scalar_event(one.time_s, one.step, one.name, one.value)) for one in metrics))
-
-    def restart(self, time_s: float, step: int) -> None:
-        """Make void what the run's files have from this step on: TensorBoard then shows the later values alone."""
-        self._write(record(restart_event(time_s, step)))
-
-    def _write(self, records: bytes) -> None:
-        if not records:
-            return
-        if self._file is None:
-            self._file = self._open()
-        if isinstance(self._file, Growing):
-            self._file.append(records)
-            return
-        self._file.keep(records)
-        if self._clock() - self._flushed >= FLUSH_S:
-            self._flushed = self._clock()
-            with contextlib.suppress(OSError):
-                self._file.flush()
+    def hear(self, events: Sequence[RunEvent]) -> None:
+        """See `Listener`. Raises `OSError` if the storage does not take the metrics."""
+        if records := b"".join(record(payload) for event in events for payload in self._payloads(event)):
+            self._write(records)
 
     def end(self, status: str) -> None:
-        """See `Tracker`; the files do not record how a run ended."""
-        if self._file is not None:
-            self._file.close()
+        """See `Listener`; the files do not record how a run ended."""
 
-    def abandon(self) -> None:
-        """Discard the metrics that are not written yet."""
-        if self._file is not None:
-            self._file.abandon()
+    def _payloads(self, event: RunEvent) -> Iterator[bytes]:
+        metrics = self._metrics.of(event)
+        if event["kind"] == "evaluated":
+            self._evaluated[event["step"]] = event["metrics"]
+        if event["kind"] == "resumed":
+            # An evaluation of the state that the run resumes from has the number of the first void step, and counts.
+            step, time_s = event["step"], event["time"]
+            yield restart_event(time_s, step + 1)
+            metrics = evaluation_metrics(step, self._evaluated.get(step, {}), time_s)
+        for one in metrics:
+            yield scalar_event(one.time_s, one.step, one.name, one.value)
 
-    def _open(self) -> Appended | Growing:
-        head = record(_double(1, self._clock()) + _bytes(3, b"brain.Event:2"))
-        path = self._folder.path
+    def _write(self, records: bytes) -> None:
+        """Write whole records, or none."""
+        name, path = self._name or self._new_name(), self._folder.path
+        before = b"" if self._name else record(_double(1, time.time()) + _bytes(3, b"brain.Event:2"))
         if path is None:
-            return Growing(self._folder, self._name, PERIOD_S, head, writer=WRITER, outages=self._outages)
+            part = self._part + before + records
+            self._folder.write(name, [part])
+            full = len(part) >= PART_BYTES
+            self._name, self._part = ("", b"") if full else (name, part)
+            return
         # Create only this folder: its parent is the run's folder, which may have been removed.
-        file = Appended(
-            self._folder, path / self._name(), WRITER, self._outages, before=lambda: path.mkdir(exist_ok=True)
-        )
-        file.keep(head)
-        self._flushed = self._clock()
-        return file
+        path.mkdir(exist_ok=True)
+        size = (path / name).stat().st_size if self._name else 0
+        try:
+            with (path / name).open("ab") as file:
+                file.write(before + records)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path / name, size)
+            raise
+        self._name = name
 
-    def _name(self) -> str:
+    def _new_name(self) -> str:
         """Return a file name that TensorBoard recognises; later files of the same folder sort after it."""
-        return f"events.out.tfevents.{self._clock():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        return f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
 
 
 def scalar_event(time_s: float, step: int, name: str, value: float) -> bytes:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -24,18 +23,15 @@ AGAIN_S = 0.2
 class Appended:
     """A file that grows at its end: the counterpart of `Growing` for folders with a path."""
 
-    def __init__(
-        self, folder: Folder, path: Path, writer: str, outages: Outages, before: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, folder: Folder, path: Path, writer: str, outages: Outages) -> None:
         """Create the appender of the file `path` inside `folder`; the file is opened at the first write.
 
-        `before` is called before the file is opened. Each write reports its outcome to `outages` as `writer`.
+        Each write reports its outcome to `outages` as `writer`.
         """
         self._folder = folder
         self._path = path
         self._writer = writer
         self._outages = outages
-        self._before = before
         self._file: FileIO | None = None
         self._owed = bytearray()
         self._writing = threading.Lock()
@@ -44,22 +40,17 @@ class Appended:
     def open(self) -> None:
         """Open the file if it is not open. Raises `OSError` if that fails."""
         if self._file is None:
-            self._before()
             self._file = self._path.open("ab", buffering=0)
 
     def append(self, data: bytes) -> None:
         """Append `data` and hand it to the operating system; data that is refused is written with later data."""
-        self.keep(data)
+        with self._writing:
+            self._owed += data
         if time.monotonic() >= self._again:
             with contextlib.suppress(OSError):
                 self._again = time.monotonic() + AGAIN_S
                 self.flush()
                 self._again = 0.0
-
-    def keep(self, data: bytes) -> None:
-        """Append `data` without writing it; the next `flush` does."""
-        with self._writing:
-            self._owed += data
 
     def flush(self) -> None:
         """Hand all data to the operating system. Raises `OSError` if the disk refuses it; the rest is kept."""

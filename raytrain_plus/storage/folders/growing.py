@@ -43,11 +43,10 @@ class Growing:
         folder: Folder,
         name: Callable[[], str],
         period_s: float,
-        head: bytes = b"",
         writer: str = "",
         outages: Outages | None = None,
     ) -> None:
-        """Create a stream; `name` returns a new part name at each call, and every part begins with `head`.
+        """Create a stream; `name` returns a new part name at each call.
 
         Writes every `period_s` seconds, and pauses at least `REST` times the duration of the last write. Each write
         reports its outcome to `outages` as `writer`.
@@ -56,7 +55,6 @@ class Growing:
         self._outages = outages or Outages()
         self._folder = folder
         self._name = name
-        self._head = head
         self._entering = threading.Lock()
         self._parts: deque[_StoredPart] = deque()
         self._writing = threading.Lock()
@@ -66,7 +64,7 @@ class Growing:
         """Add a record; records are never split between parts."""
         with self._entering:
             if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
-                self._parts.append(_StoredPart(bytearray(self._head)))
+                self._parts.append(_StoredPart(bytearray()))
             self._parts[-1].data += record
             self._periodic.start()
 

@@ -28,6 +28,7 @@ from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.runs.history import Past
 from raytrain_plus.training.exchange.step_records import StepRecord
 from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
+from tests.support.listeners import FakeListeners
 
 SHARDS = 2
 NOTES = np.zeros(SHARDS, NOTE).tobytes()
@@ -279,6 +280,7 @@ class Run:
         }
         self.workers, self.nodes, self.time = FakeWorkers(), FakeNodes(), FakeTime()
         metrics: Any = FakeMetrics()
+        self.listeners = FakeListeners()
         self.engine = Engine(
             order,
             Limits(**{**limits, **changes}),
@@ -288,6 +290,7 @@ class Run:
             metrics=metrics,
             host=FakeHost(),
             clock=self.time.clock,
+            listeners=lambda listened, node: self.listeners,
         )
 
     def begin(self) -> None:

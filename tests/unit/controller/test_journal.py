@@ -38,7 +38,7 @@ from raytrain_plus.storage.interface import Buffer, Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import Evaluated, Remark, StepRecord
 from raytrain_plus.workers.messages import Export, Sent, WorkerLocation
-from tests.support.events import shown
+from tests.support.listeners import FakeListeners
 
 NOTES = np.zeros(4, NOTE).tobytes()
 
@@ -188,23 +188,35 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     assert kinds == ["run_started", "waiting", *steps_and_evaluations, "run_finished"]
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
-    assert len(run.files("ledger")) == len(run.files("tensorboard")) == 1
+    assert len(run.files("ledger")) == 1
 
 
 def test_a_resumed_run_reports_its_own_figures_and_those_of_the_whole(tmp_path: Path) -> None:
     run = LocalFolder(tmp_path)
     past = Past(generation=0, committed=4, metrics={1: {"accuracy": 0.5}}, recoveries=2, stall_s=3.0)
     record = RunRecord(run, batch_size=8, rows=80, end=None, past=past)
-    record.open(Fence(run, 0), Beginning("name: x\n", {}, {}, "here"))
+    listeners = FakeListeners()
+    record.open(Fence(run, 0), Beginning("name: x\n", {}, {}, "here"), listeners)
     record.reports.joined(WorkerLocation(worker="a", pid=1, node="n", address="127.0.0.1"))
     record.go_back(1, 0, None, made=4, evaluated=1)
     record.regroup(0.0, ["a"], 1, 0)
     record.report("a", [step(2), step(3)])
+    listeners.texts = ["mlflow is slow"]
     result = record.finish("x", "stopped", None, None, 0.0)
     record.journal.close()
     assert (result.steps, result.trained_steps, result.trained_samples) == (4, 2, 16)
     assert (result.recoveries, result.stall_s) == (2, 3.0)
-    assert shown(tmp_path / "tensorboard", "evaluation/accuracy") == [(2, 0.5)]
+    assert listeners.told[:2] == [("begin", 0, {1: {"accuracy": 0.5}}), ("finish", "stopped")]
+    # What they say at the end is before the run's last event.
+    assert [event.get("text") for event in read_events(run)][-2:] == ["mlflow is slow", None]
+
+
+def test_a_run_without_an_end_of_its_own_has_failed_for_its_listeners(tmp_path: Path) -> None:
+    listeners = FakeListeners()
+    record = record_of(LocalFolder(tmp_path))
+    record.open(Fence(LocalFolder(tmp_path), 0), Beginning("name: x\n", {}, {}, "here"), listeners)
+    record.journal.close()
+    assert listeners.told[1:] == [("finish", "failed")]
 
 
 class Ending(LocalFolder):

@@ -1,20 +1,26 @@
-"""What a run begins with: a process that calls the task only if the task hears of its run."""
+"""What a run begins with: its listeners call the task only if the task hears of its run."""
 
 from dataclasses import replace
 from pathlib import Path
 
-from raytrain_plus.controller.opening import callbacks_of
-from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.controller.opening import listened_of
+from raytrain_plus.storage.folders.claimed import Claim, Claimed
 from raytrain_plus.storage.folders.local import LocalFolder
 from tests.unit.controller.fakes import job_of, order_of
 
 
-def test_only_a_task_that_hears_of_its_run_has_a_process(tmp_path: Path) -> None:
-    order, run = order_of(job_of(), tmp_path / "run"), Claimed(LocalFolder(tmp_path / "run"))
-    assert callbacks_of(order, run) is None
-    callbacks = callbacks_of(replace(order, callbacks=("on_step",)), run)
-    assert callbacks is not None
-    called = callbacks._called
+def test_only_a_task_that_hears_of_its_run_is_called(tmp_path: Path) -> None:
+    run = Claimed(LocalFolder(tmp_path / "run"), Claim("claims/1", b"ours"))
+    order = replace(order_of(job_of(trackers=["mlflow"]), tmp_path / "run"), environment={"MLFLOW_X": "y"})
+    told = listened_of(order, run)
+    assert told.task is None
+    assert (told.folder, told.claim, told.trackers) == (str(tmp_path / "run"), run.claim, ["mlflow"])
+    assert (told.environment, told.roots) == ({"MLFLOW_X": "y"}, order.plan.roots)
+    assert told.names == ["TensorBoard", "mlflow"]
+    told = listened_of(replace(order, callbacks=("on_step",)), run)
+    called = told.task
+    assert called is not None
     assert (called.task, called.args) == (order.plan.job.task, order.plan.job.args)
     assert (called.facts.total_steps, called.facts.batch_size) == (order.plan.steps, order.plan.job.data.batch_size)
-    assert (called.folder, called.checkpoints) == (str(tmp_path / "run"), str(tmp_path / "run" / "checkpoints"))
+    assert called.checkpoints == str(tmp_path / "run" / "checkpoints")
+    assert told.names == ["TensorBoard", "mlflow", "the task's callbacks"]

@@ -35,7 +35,7 @@ from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.run_events import EVENTS, EventLog
-from raytrain_plus.observe.trackers.trackers import Relay
+from raytrain_plus.observe.trackers.bookmark import Bookmark
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder, follow
 from raytrain_plus.runs.export import NEWEST, weights_of
@@ -477,7 +477,7 @@ def _weights(run: LocalFolder, base: Base, done: Damage) -> int:
 
 
 def _tracked(run: LocalFolder, base: Base, done: Damage) -> int:
-    return _told(Relay("mlflow", run)._kept)
+    return _told(Bookmark(run, "mlflow", 0).load)
 
 
 def _claimed(run: LocalFolder, base: Base, done: Damage) -> int:

@@ -2,21 +2,22 @@
 
 import json
 import os
-import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.trackers import trackers as module
-from raytrain_plus.observe.trackers.event_metrics import MetricValue
-from raytrain_plus.observe.trackers.trackers import Relay, Trackers, check_installed, settings_for, start_trackers
+from raytrain_plus.observe.run_events import EventLog
+from raytrain_plus.observe.trackers.bookmark import Bookmark
+from raytrain_plus.observe.trackers.listening import Listening, settle_process
+from raytrain_plus.observe.trackers.trackers import check_installed, settings_for
 from raytrain_plus.storage.folders.local import LocalFolder
-from tests.support.events import shown
-from tests.unit.observe.feed import event, step
+from tests.support.listeners import finished, listened, until
+from tests.unit.observe.feed import Event, step
 
 WANDB = """
 import json, os, sys, time
@@ -42,7 +43,7 @@ class Run:
         say("finish", exit_code, self.summary)
 
 def init(**settings):
-    say("init", settings, "WANDB_SERVICE" in os.environ, os.getcwd())
+    say("init", settings)
     print("W&B has much to say")
     if "WANDB_MODE" in os.environ:
         eval(os.environ["WANDB_MODE"])
@@ -58,16 +59,20 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "wandb.py").write_text(WANDB)
     monkeypatch.syspath_prepend(tmp_path / "lib")
-    monkeypatch.setenv("WANDB_SERVICE", "another's")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    # Both are imported again, and forgotten at the end.
+    for name in ("wandb", "raytrain_plus.observe.trackers.wandb"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     return tmp_path
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect the warnings."""
-    told: list[str] = []
-    monkeypatch.setattr(module.log, "warning", lambda text, *values: told.append(text % values))
-    return told
+def log(tmp_path: Path) -> Iterator[EventLog]:
+    (tmp_path / "run").mkdir()
+    made = EventLog(LocalFolder(tmp_path / "run"))
+    yield made
+    made.close()
 
 
 def calls(folder: Path) -> list[list[Any]]:
@@ -75,121 +80,118 @@ def calls(folder: Path) -> list[list[Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def until(what: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def begun(folder: Path, behind: int = 0) -> Listening:
+    return Listening(listened(folder / "run", trackers=["wandb"], job_yaml=JOB), behind, {})
 
 
-def relay(folder: Path, **environment: str) -> Relay:
-    run = LocalFolder(folder / "run")
-    [found] = start_trackers(["wandb"], run, JOB, {"WANDB_DIR": str(folder), **environment}, str(folder))
-    return found
+def write(log: EventLog, *events: Event) -> None:
+    for one in events:
+        fields = {name: value for name, value in one.items() if name not in ("kind", "time", "generation")}
+        log.write(one["kind"], generation=0, time=one["time"], fields={**fields, "grad_norm": 0.5})
 
 
-def test_one_run_across_restarts(wandb: Path, said: list[str]) -> None:
+def test_one_run_across_restarts(wandb: Path, log: EventLog) -> None:
     for status, number in (("stopped", 7), ("finished", 3)):
-        one = relay(wandb)
-        # The last metrics arrive within less than the collection period.
-        until(lambda: (wandb / "run" / "trackers" / "wandb.json").exists())
-        trackers = Trackers(LocalFolder(wandb / "run"), [one])
-        trackers.add(step(number, loss=2.5, time=9.5))
-        trackers.add(event("run_finished", status=status, error=None, steps=1, samples=48, state_sha256=None))
-        trackers.close()
-        trackers.close()
+        one = begun(wandb)
+        write(log, step(number, loss=2.5, time=9.5))
+        assert finished(one, status) == []
     first, again = ([call for call in calls(wandb) if call[0] == "init"][number] for number in (0, 1))
-    assert first[1]["id"] == again[1]["id"] == json.loads((wandb / "run/trackers/wandb.json").read_text())["run"]
+    kept = json.loads((wandb / "run/trackers/wandb.json").read_text())
+    assert first[1]["id"] == again[1]["id"] == kept["run"]
     assert first[1]["config"] == {"name": "digits", "data": {"path": "x"}, "trackers": ["wandb"]}
     assert (first[1]["name"], first[1]["resume"]) == ("digits", "allow")
-    assert first[2:] == [False, str(wandb)]
     assert [call for call in calls(wandb) if call[0] == "define_metric"][:2] == [
         ["define_metric", ["trainer/step"], {}],
         ["define_metric", ["*"], {"step_metric": "trainer/step"}],
     ]
+    metrics = {"train/loss": 2.5, "train/grad_norm": 0.5, "train/samples_per_second": 96.0, "_timestamp": 9.5}
     assert [call for call in calls(wandb) if call[0] in ("log", "finish")] == [
-        ["log", {"train/loss": 2.5, "train/samples_per_second": 96.0, "trainer/step": 7, "_timestamp": 9.5}],
+        ["log", {**metrics, "trainer/step": 7}],
         ["finish", 0, {"status": "stopped"}],
-        ["log", {"train/loss": 2.5, "train/samples_per_second": 96.0, "trainer/step": 3, "_timestamp": 9.5}],
+        ["log", {**metrics, "trainer/step": 3}],
         ["finish", 0, {"status": "finished"}],
     ]
     assert len(list((wandb / "run" / "tensorboard").iterdir())) == 2
-    assert said == []
 
 
-def test_a_failing_library_is_reported_once(wandb: Path, said: list[str]) -> None:
-    one = relay(wandb, WANDB_MODE="1/0", WANDB_API_KEY="division")
-    one.add([MetricValue("train/loss", 1.0, 0, 0.0)])
-    until(lambda: said)
-    one.end("failed")
-    one.close()
-    assert said == [
-        "wandb: it does not accept metrics; retrying: ZeroDivisionError: *** by zero",
-        "wandb: 1 metric values were not delivered; the run's events contain them",
-    ]
-    assert not (wandb / "run" / "trackers").exists()
-
-
-def test_a_dying_process_is_reported_once(wandb: Path, said: list[str]) -> None:
-    one = relay(wandb, WANDB_MODE="os._exit(3)")
-    until(lambda: said)
-    for number in range(3):
-        one.add([MetricValue("train/loss", 1.0, number, 0.0)])
-    one.end("finished")
-    one.close()
-    assert said == ["wandb exited with code 3; it receives no further metrics of the run"]
-
-
-def test_a_stopped_process_delays_nothing(wandb: Path, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOAD_S", "END_S", "GOING_S"):
-        monkeypatch.setattr(module, name, 0.1)
-    monkeypatch.setattr(module, "MOST_BYTES", 100_000)
-    one = relay(wandb)
-    assert one._process is not None
-    os.kill(one._process.pid, signal.SIGSTOP)
-    longest = 0.0
-    for number in range(10_000):
-        began = time.monotonic()
-        one.add([MetricValue("train/loss", 1.0, number, 0.0)])
-        longest = max(longest, time.monotonic() - began)
-    assert longest < 0.5
-    assert one._process.owed < module.MOST_BYTES + 100
-    assert one._dropped > 0
-    one.end("finished")
-    one.close()
-    assert one._process.code == -signal.SIGKILL
-    assert said == ["wandb did not end in time; it may lack the run's last metrics"]
-
-
-def test_a_run_of_another_controller_is_not_ended(wandb: Path, said: list[str]) -> None:
-    one = relay(wandb)
-    until(lambda: calls(wandb))
-    trackers = Trackers(LocalFolder(wandb / "run"), [one])
-    trackers.abandon()
-    trackers.close()
-    assert one._process is not None
-    assert one._process.code is not None
+def test_the_id_of_the_trackers_run_is_kept_as_soon_as_it_has_one(wandb: Path, log: EventLog) -> None:
+    one = begun(wandb)
+    file = wandb / "run" / "trackers" / "wandb.json"
+    until(lambda: file.exists() and "run" in json.loads(file.read_text()))
     assert "finish" not in [call[0] for call in calls(wandb)]
-    assert said == []
+    finished(one)
 
 
-def test_a_process_that_cannot_be_started_costs_no_step(
-    wandb: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_run_of_an_older_version_is_continued_with_new_steps(wandb: Path, log: EventLog) -> None:
+    """It kept the id of the tracker's run, and no place: what it lacked was lost."""
+    write(log, step(0))
+    (wandb / "run" / "trackers").mkdir()
+    (wandb / "run" / "trackers" / "wandb.json").write_text('{"run": "theirs"}\n')
+    again = EventLog(LocalFolder(wandb / "run"))
+    write(again, step(1))
+    assert finished(begun(wandb, again.behind)) == []
+    again.close()
+    assert [call[1]["id"] for call in calls(wandb) if call[0] == "init"] == ["theirs"]
+    assert [call[1]["trainer/step"] for call in calls(wandb) if call[0] == "log"] == [1]
+
+
+def test_what_a_dead_controller_has_not_delivered_the_next_one_does(
+    wandb: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "executable", str(wandb / "none"))
-    one = relay(wandb)
-    one.add([MetricValue("train/loss", 1.0, 0, 0.0)])
+    monkeypatch.setenv("WANDB_MODE", "1/0")
+    one = begun(wandb)
+    write(log, step(0))
+    until(lambda: one.news(1.0).reports)
+    one.stop(30)
+    monkeypatch.delenv("WANDB_MODE")
+    write(log, step(1))
+    assert finished(begun(wandb, (wandb / "run" / "events.ndjson").stat().st_size)) == []
+    assert [call[1]["trainer/step"] for call in calls(wandb) if call[0] == "log"] == [0, 1]
+
+
+def test_a_failing_library_is_reported_once(wandb: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "1/0")
+    monkeypatch.setenv("WANDB_API_KEY", "division")
+    one = begun(wandb)
+    write(log, step(0))
+    said: list[str] = []
+    until(lambda: said.extend(text for _, text in one.news(1.0).reports) or said)
+    assert said + finished(one, "failed") == [
+        "wandb does not accept events; retrying: ZeroDivisionError: *** by zero",
+        "wandb lacks the end of the run, which the run's events contain",
+    ]
+    assert "run" not in json.loads((wandb / "run" / "trackers" / "wandb.json").read_text())
+
+
+def test_a_hanging_library_holds_up_nobody_else(wandb: Path, log: EventLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "time.sleep(600)")
+    one = begun(wandb)
+    until(lambda: calls(wandb))
+    write(log, step(0))
     one.end("finished")
-    one.close()
-    assert len(said) == 1
-    assert said[0].startswith("wandb cannot be started: ")
+    began = time.monotonic()
+    assert one.news(30.0) == ([], ("wandb",))
+    assert time.monotonic() - began < 15
+    assert len(list((wandb / "run" / "tensorboard").iterdir())) == 1
 
 
-def test_a_file_that_is_damaged_costs_no_step(wandb: Path, said: list[str]) -> None:
-    run = LocalFolder(wandb / "run")
-    run.write("trackers/wandb.json", [b"{"])
-    assert Relay("wandb", run)._kept() is None
-    assert said == ["cannot read the id of this run in wandb; starting a new run there"]
+def test_a_stopped_listener_does_not_end_the_trackers_run(wandb: Path, log: EventLog) -> None:
+    one = begun(wandb)
+    until(lambda: calls(wandb))
+    one.stop(30)
+    one.end("finished")
+    assert one.news(30) == ([], ())
+    assert "finish" not in [call[0] for call in calls(wandb)]
+
+
+def test_a_damaged_bookmark_begins_a_new_run_there(tmp_path: Path) -> None:
+    run = LocalFolder(tmp_path / "run")
+    for text in (b"{", b'{"run": 5}', b"{}", b'{"at": -1, "events": 0}', b'{"at": 1}'):
+        run.write("trackers/wandb.json", [text])
+        made = Bookmark(run, "wandb", 7)
+        with pytest.raises(InputError, match="the file is damaged"):
+            made.load()
+        assert (made.run, made.place) == (None, (7, 0))
 
 
 def test_a_missing_package_is_reported_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,15 +210,22 @@ def test_only_variables_of_the_named_trackers_are_passed_on() -> None:
     assert settings_for([], environment) == {}
 
 
-def test_after_a_resumption_tensorboard_shows_no_step_twice(tmp_path: Path) -> None:
-    reached = {0: {"accuracy": 0.5}}
-    trackers = Trackers(LocalFolder(tmp_path), evaluated=lambda step: reached.get(step, {}))
-    trackers.add(event("evaluated", step=0, metrics=reached[0]))
-    for number in range(3):
-        trackers.add(step(number, loss=float(number)))
-    trackers.add(event("evaluated", step=2, metrics={"accuracy": 0.75}))
-    trackers.add(event("resumed", step=0, checkpoint=None, voided_to=2))
-    trackers.add(step(1, loss=7.0))
-    trackers.close()
-    assert shown(tmp_path / "tensorboard", "train/loss") == [(0, 0.0), (1, 7.0)]
-    assert shown(tmp_path / "tensorboard", "evaluation/accuracy") == [(1, 0.5)]
+def test_the_process_gets_the_trackers_environment_and_the_tasks_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    there = {"HOME": "c", "WANDB_SERVICE": "another's", "MLFLOW_HTTP_REQUEST_TIMEOUT": "7"}
+    root = tmp_path / "task"
+    root.mkdir()
+    ours = {"WANDB_API_KEY": "b", "WANDB_SERVICE": "the driver's"}
+    told = listened(tmp_path, environment=ours, roots=(str(root),))
+    settle_process(told, there)
+    assert there == {
+        "HOME": "c",
+        "WANDB_API_KEY": "b",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "7",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    }
+    assert (sys.path[0], os.getcwd()) == (str(root), str(root))
+    assert "WANDB_API_KEY" not in repr(told)

@@ -42,9 +42,9 @@ class Failing(LocalFolder):
         return act()
 
 
-def growing(folder: Folder, first: int = 1, head: bytes = b"") -> Growing:
+def growing(folder: Folder, first: int = 1) -> Growing:
     numbers = itertools.count(first)
-    return Growing(folder, lambda: f"part-{next(numbers)}", 60, head)
+    return Growing(folder, lambda: f"part-{next(numbers)}", 60)
 
 
 def parts(folder: Folder) -> dict[str, bytes]:
@@ -52,14 +52,14 @@ def parts(folder: Folder) -> dict[str, bytes]:
 
 
 def test_records_are_stored_in_parts_and_never_split(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PART_BYTES", 7)
-    grown = growing(run, head=b"#")
+    monkeypatch.setattr(module, "PART_BYTES", 6)
+    grown = growing(run)
     for number in range(5):
         grown.append(f"rec{number}".encode())
         if number != 2:
             grown.sync()
     grown.close()
-    assert parts(run) == {"part-1": b"#rec0rec1", "part-2": b"#rec2rec3", "part-3": b"#rec4"}
+    assert parts(run) == {"part-1": b"rec0rec1", "part-2": b"rec2rec3", "part-3": b"rec4"}
 
 
 def test_nothing_is_written_without_new_records(tmp_path: Path) -> None:
