@@ -33,6 +33,10 @@ Report = Callable[[str, str], None]
 """Called with a cause and a sentence for the run's user; a cause is reported once."""
 
 
+class StorageAway(Exception):
+    """The run's own storage does not take what a listener writes: the controller, which writes there, reports it."""
+
+
 class Listener(Protocol):
     """Something that hears of a run's events, on a thread of its own."""
 
@@ -112,7 +116,9 @@ class Follower:
                 break
             # A library may raise anything.
             except Exception as error:
-                self._report("retried", f"{self.name} does not accept events; retrying: {in_short(error, os.environ)}")
+                if not isinstance(error, StorageAway):
+                    text = f"{self.name} does not accept events; retrying: {in_short(error, os.environ)}"
+                    self._report("retried", text)
                 if status:
                     self._report("lost", f"{self.name} lacks the end of the run, which the run's events contain")
                 pause_s = AGAIN_S

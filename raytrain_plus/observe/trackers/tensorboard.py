@@ -21,8 +21,10 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from raytrain_plus.errors import FolderGone
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.trackers.event_metrics import EventMetrics, evaluation_metrics
+from raytrain_plus.observe.trackers.listener import StorageAway
 from raytrain_plus.storage.interface import Folder
 
 PERIOD_S = 5.0
@@ -59,9 +61,12 @@ class TensorBoard:
         """What that file holds, if it cannot be appended to."""
 
     def hear(self, events: Sequence[RunEvent]) -> None:
-        """See `Listener`. Raises `OSError` if the storage does not take the metrics."""
+        """See `Listener`. Raises `StorageAway` if the storage does not take the metrics."""
         if records := b"".join(record(payload) for event in events for payload in self._payloads(event)):
-            self._write(records)
+            try:
+                self._write(records)
+            except (OSError, FolderGone) as error:
+                raise StorageAway(str(error)) from error
 
     def end(self, status: str) -> None:
         """See `Listener`; the files do not record how a run ended."""
@@ -96,7 +101,10 @@ class TensorBoard:
                 file.write(before + records)
         except OSError:
             with contextlib.suppress(OSError):
-                os.truncate(path / name, size)
+                if size:
+                    os.truncate(path / name, size)
+                else:
+                    (path / name).unlink()
             raise
         self._name = name
 

@@ -12,6 +12,7 @@ from tensorboardX.proto.event_pb2 import Event as Payload
 from tensorboardX.proto.event_pb2 import SessionLog
 
 from raytrain_plus.observe.trackers import tensorboard as module
+from raytrain_plus.observe.trackers.listener import StorageAway
 from raytrain_plus.observe.trackers.tensorboard import TensorBoard
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
@@ -112,8 +113,11 @@ def test_metrics_that_the_disk_refuses_leave_nothing_behind(tmp_path: Path, monk
         raise OSError("disk full")
 
     monkeypatch.setattr(Path, "open", half)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(StorageAway, match="disk full"):
         made.hear([loss(1, 1.0)])
+    other = TensorBoard(LocalFolder(tmp_path), {})
+    with pytest.raises(StorageAway, match="disk full"):
+        other.hear([loss(1, 1.0)])
     monkeypatch.undo()
     assert only_file(tmp_path).read_bytes() == before
     made.hear([loss(1, 1.0)])
