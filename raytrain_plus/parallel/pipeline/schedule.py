@@ -68,7 +68,7 @@ class Pipeline(Runner):
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
-            forward_then_backward(self._chunks, work, microbatches)
+            forward_then_backward(self._chunks, microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         with _silent():
