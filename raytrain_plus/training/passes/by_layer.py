@@ -21,11 +21,12 @@ from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.sequential import InTurn
 from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
 from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics
 from raytrain_plus.training.exchange.verdict import SumStatus
 from raytrain_plus.training.passes.held_out import HeldOut, checked_each, held_out
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches
-from raytrain_plus.training.passes.one_worker import OneWorker
-from raytrain_plus.training.passes.passes import Passes, Shards
+from raytrain_plus.training.passes.microbatch_loss import MicrobatchLoss
+from raytrain_plus.training.passes.passes import OneWorker, Passes, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
 from raytrain_plus.training.passes.step_work import PassSums, StepWork, numbered
 from raytrain_plus.training.update.fault_search import FaultSearch
@@ -43,10 +44,11 @@ class ByLayer(OneWorker, Passes):
 
     def __init__(self, state: TrainState) -> None:
         """Prepare to run the layers of a state whose weights are to be gathered."""
-        super().__init__(state)
         assert state.gathered is not None, "its weights are gathered"
         assert isinstance(state.sums, LayerSums), "its parts are layers"
+        self.metrics = OwnMetrics()
         self.gathered, self.layer_sums = state.gathered, state.sums
+        self._task, self._shards, self._loss = state.task, state.shards, MicrobatchLoss(state)
         self.parts = dict(enumerate(state.parts))
         self.chunks = tuple(self.parts)
         stages = [0] * len(self.parts)
@@ -56,7 +58,7 @@ class ByLayer(OneWorker, Passes):
     def run(self, step: int, shards: Shards, context: StepContext, search: FaultSearch | None = None) -> list[Work]:
         places, reports = numbered(step, shards), ShardReports()
         sums = _SumsInTurn(self, step, reports, context)
-        loss, batches = partial(self._objective, reports=reports), [place.microbatch for place in places]
+        loss, batches = partial(self._loss.objective, reports=reports), [place.microbatch for place in places]
         work = StepWork(self.parts, places, batches, loss, sums, context.control, search)
         self.bars = work.bars
         self.gathered.begin(0, context)
@@ -72,10 +74,12 @@ class ByLayer(OneWorker, Passes):
 
     def submit_header(self, reports: ShardReports, context: StepContext) -> list[Work]:
         """Start to sum what is known once all forward passes have run."""
+        rider = self.layer_sums.rider
         # A request made during this step is seen at its end.
-        self._rider.write(self._encoded(reports, context), self.metrics)
-        self._rider.write_buffers(context.world.rank)
-        submitted = self._rider.submit_buffers(context.world)
+        encoded, self.metrics = reports.encoded(self._shards, context.flags())
+        rider.write(encoded, self.metrics)
+        rider.write_buffers(context.world.rank)
+        submitted = rider.submit_buffers(context.world)
         with self.layer_sums.head.reducing(context.world, context.control.check) as works:
             pass
         return submitted + works
@@ -93,7 +97,7 @@ class ByLayer(OneWorker, Passes):
         found = MetricSums()
         pending = held_out(batches, hosted, context.control, found)
         # With several layers, the task begins and ends with the same batch.
-        metrics = partial(self._evaluated, copy=len(self.parts) > 1)
+        metrics = partial(self._loss.metrics, copy=len(self.parts) > 1)
         while True:
             shard, some = next(pending, (0, []))
             more = torch.tensor([len(some)])

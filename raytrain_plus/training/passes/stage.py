@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -12,7 +13,6 @@ from torch import nn
 from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
-from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
@@ -20,19 +20,18 @@ from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.sequential import OneByOne, Runner
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
-from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
-from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics
 from raytrain_plus.training.exchange.thread_control import Control, RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus, from_plain, merged
 from raytrain_plus.training.passes.held_out import HeldOut, Numbered, checked_each, held_out
 from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches
+from raytrain_plus.training.passes.microbatch_loss import MicrobatchLoss
 from raytrain_plus.training.passes.passes import ReplicaPasses
 from raytrain_plus.training.passes.shard_reports import ShardReports
-from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
 from raytrain_plus.training.update.step_sums import StepSums
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.first_bucket import Rider
@@ -62,11 +61,9 @@ class ReplicaStage(ReplicaPasses):
     """Those among all workers of the replica."""
     sums: StepSums
     device: torch.device
-    on_device: BatchCopies
+    microbatch_loss: MicrobatchLoss
     shards: int
     """The job's number of shards."""
-    rules: Mapping[str, bool]
-    """See `Holding.rules`."""
     tied: Mapping[int, Collection[str]]
     """For each stage, its parameters that are tied to parameters of other stages."""
     last_chunk: int
@@ -132,9 +129,7 @@ class ReplicaStage(ReplicaPasses):
 
         `step`: the step's number among those that run together.
         """
-        read = reports.read()
-        encoded = header.encode(read, self.shards, flags)
-        own = own_metrics({shard: report.metrics for shard, report in read.items()}, self.shards)
+        encoded, own = reports.encoded(self.shards, flags)
         note = (encoded, own.names, own.sums) if own.names else encoded
         for stage in range(self.stages):
             self.handovers.send_note("header", step * self.stages + stage, note, stage)
@@ -158,11 +153,9 @@ class ReplicaStage(ReplicaPasses):
         return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
     def loss(self, model: nn.Module, given: Any, place: RowSpan, reports: ShardReports) -> Objective:
-        """See `task_loss.objective`. `given`: see `with_ledger`."""
+        """See `MicrobatchLoss.objective`. `given`: see `with_ledger`."""
         batch, start, ids = given
-        microbatch = Microbatch(batch, place.rows, start, ids)
-        factor, mean = self.sums.loss_factor, self.rules[MEAN_LOSS]
-        return objective(self.task, model, microbatch, place, self.on_device, reports, factor, mean=mean)
+        return self.microbatch_loss.objective(model, Microbatch(batch, place.rows, start, ids), place, reports)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
@@ -174,7 +167,10 @@ class ReplicaStage(ReplicaPasses):
     def _pass_held_out(self, shard: int, some: Numbered, control: Control, found: MetricSums) -> None:
         """Pass some microbatches of a shard through the model, and add their metrics to what is found."""
         batches = self.pass_on_batches([one.batch for _, one in some])
-        given = self.pipeline.forward(HeldOut(self.parts, shard, some, batches, self._evaluated, control), len(some))
+        # The task begins and ends on the same stage, with the same batch, if that has the first and the last chunk.
+        copy = self.last_chunk > 0 and {0, self.last_chunk} <= self.parts.keys()
+        metrics = partial(self.microbatch_loss.metrics, copy=copy)
+        given = self.pipeline.forward(HeldOut(self.parts, shard, some, batches, metrics, control), len(some))
         if self.is_last:
             own = checked_each(self.task, given, some)
             found.outputs.setdefault(shard, []).extend(outputs for _, outputs in own)
@@ -183,13 +179,6 @@ class ReplicaStage(ReplicaPasses):
         for (_, microbatch), one in zip(some, received, strict=True):
             found.add(shard, microbatch.rows, Means(*one))
         self.finish()
-
-    def _evaluated(self, model: nn.Module, given: Any, rows: int) -> Any:
-        """See `task_loss.held_out_metrics`."""
-        # The task begins and ends on the same stage, with the same batch, if that has the first and the last chunk.
-        copy = self.last_chunk > 0 and {0, self.last_chunk} <= self.parts.keys()
-        batch = to_device(given, self.device, copy=copy)
-        return held_out_metrics(self.task, model, batch, rows, weighted=self.rules[WEIGHTED])
 
     @override
     def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
@@ -288,9 +277,8 @@ def replica_stage(
         agreement=agreement,
         sums=state.sums,
         device=state.device,
-        on_device=BatchCopies(state.device),
+        microbatch_loss=MicrobatchLoss(state),
         shards=state.shards,
-        rules=state.rules,
         tied=tied,
         last_chunk=len(where) - 1,
     )

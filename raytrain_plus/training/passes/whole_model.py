@@ -25,8 +25,8 @@ from raytrain_plus.training.exchange.step_metrics import OwnMetrics
 from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.passes.one_worker import OneWorker
-from raytrain_plus.training.passes.passes import Passes, Shards
+from raytrain_plus.training.passes.microbatch_loss import MicrobatchLoss
+from raytrain_plus.training.passes.passes import OneWorker, Passes, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
 from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.train_state import TrainState
@@ -40,9 +40,11 @@ class WholePasses(OneWorker, Passes):
 
     def __init__(self, state: TrainState) -> None:
         """Prepare to run the whole model, which `state` is of."""
-        super().__init__(state)
         self._state = state
         [self._part] = state.parts
+        self._task, self._shards, self._rider = state.task, state.shards, state.sums.rider
+        self._loss = MicrobatchLoss(state)
+        self.metrics = OwnMetrics()
         self._reports = ShardReports()
 
     @property
@@ -73,7 +75,7 @@ class WholePasses(OneWorker, Passes):
             control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
-                loss, weight = self._objective(part.module, one, place, reports)
+                loss, weight = self._loss.objective(part.module, one, place, reports)
             if ends_shard:
                 part.buffers.end_shard(shard, used)
                 passed = used = 0
@@ -117,7 +119,9 @@ class WholePasses(OneWorker, Passes):
         """Return the header, and fill the metrics that go with it. Raises `TrainingError` for a changed buffer."""
         read_together(self.unread)
         self._part.buffers.check_refused()
-        return self._encoded(self._reports, context)
+        encoded, own = self._reports.encoded(self._shards, context.flags())
+        self.metrics.names, self.metrics.sums = own.names, own.sums
+        return encoded
 
     @contextmanager
     def _summing(self, works: list[Work], context: StepContext) -> Iterator[None]:
@@ -144,7 +148,7 @@ class WholePasses(OneWorker, Passes):
                     part.buffers.restore()
                 weight = default_weight(self._task, one.batch, one.rows)
                 with part.evaluating(shard, index):
-                    given = self._evaluated(part.module, one.batch, one.rows)
+                    given = self._loss.metrics(part.module, one.batch, one.rows)
                 means, outputs = checked(given, one.rows, summarised, weight, counts_tokens(self._task))
                 found.outputs.setdefault(shard, []).append(outputs)
                 found.add(shard, one.rows, means)
