@@ -55,7 +55,7 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
 
 
 class Pipeline(Runner):
-    """The `in_turn.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
+    """The `sequential.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
         self._schedule = schedule
