@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.slice_names import is_slice, layer_of
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
+from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
 from raytrain_plus.parallel.pipeline.timeline import Kind
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
@@ -36,7 +36,7 @@ from raytrain_plus.training.model.model import (
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.model.randomness import random_key, set_random_key
 from raytrain_plus.training.model.recompute import check_layers
-from raytrain_plus.training.passes.task_loss import check_depends, task_loss
+from raytrain_plus.training.passes.task_loss import TaskLoss, check_depends, task_loss
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.footprint import kept_bytes
 
@@ -65,7 +65,7 @@ def measure_layers(
     its `counted_cost`. `slicing`: how layers are cut; all slices are hosted here. Raises `TaskError` if the model does
     not declare its layers or does not support overlapping steps; errors of the task propagate.
     """
-    work = Alone(task, seed, technique, microbatch)
+    work = Alone(partial(alone_loss, task), seed, technique, microbatch)
     names = pass_names(task, seed, in_one=in_one)
     check_layers(technique.recompute, () if names == WHOLE else names)
     copies = COPIES + (technique.decay is not None)
@@ -168,7 +168,7 @@ def count_operations(
     """
     # What compiled layers compute cannot be counted.
     technique = Technique(precision)
-    work = Alone(task, seed, technique, microbatch)
+    work = Alone(partial(alone_loss, task), seed, technique, microbatch)
     names = pass_names(task, seed, in_one=True) if staged else WHOLE
     built = each_layer(task, seed, technique, names) if staged else [("", build_model(task, seed, precision.device))]
     given: Tensors | None = None
@@ -224,11 +224,21 @@ def _counted(chunk: Chunk, work: PassWork, given: Tensors | None) -> int:
     return counted_cost(operations(), sum(value.numel() for value in layers.parameters()), elements)
 
 
+def alone_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
+    """Return the loss of a batch whose gradients are not multiplied by its weight."""
+    found = task_loss(task, model, batch, rows)
+    check_depends(found.loss, "the loss of a microbatch")
+    return found._replace(weight=1.0)
+
+
 class Alone(PassWork):
     """A microbatch, as `chunk.PassWork`, with timed passes."""
 
-    def __init__(self, task: Task, seed: int, technique: Technique, microbatch: Microbatch) -> None:
-        self._task = task
+    def __init__(
+        self, loss: Callable[[nn.Module, Any, int], Any], seed: int, technique: Technique, microbatch: Microbatch
+    ) -> None:
+        """Prepare. `loss`: returns `PassWork.loss`, given the model, a batch, and its rows."""
+        self._loss = loss
         self._seed = seed
         self._precision = technique.precision
         self._device = technique.precision.device
@@ -250,9 +260,7 @@ class Alone(PassWork):
 
     @override
     def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        found = task_loss(self._task, model, batch, self._microbatch.rows)
-        check_depends(found.loss, "the loss of a microbatch")
-        return Objective(found.loss, 1.0)
+        return self._loss(model, batch, self._microbatch.rows)
 
     @contextmanager
     @override

@@ -15,18 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.slice_names import layer_of, slice_number, whole_weight
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
+from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.modules import part_of
 from raytrain_plus.parallel.tensor.simulated_hosts import Hosts
@@ -35,9 +33,8 @@ from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import Built, build_layers, pass_names, train_as_built
 from raytrain_plus.training.model.precision import Precision
-from raytrain_plus.training.passes.task_loss import task_loss
 from raytrain_plus.training.weights.step_options import Technique
-from raytrain_plus.trial.measure import Alone, each_layer, forward
+from raytrain_plus.trial.measure import Alone, alone_loss, each_layer, forward
 
 TOLERANCE = 1e-3
 """The largest difference of two outputs, of the largest value of one: they round differently."""
@@ -73,18 +70,6 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     check.gradients()
 
 
-class _Noting(Alone, PassWork):
-    """A microbatch that notes the metrics that its loss returned last."""
-
-    metrics: Mapping[str, float] = MappingProxyType({})
-
-    @override
-    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        found = task_loss(self._task, model, batch, self.rows(microbatch))
-        self.metrics = {name: float(value) for name, value in found.metrics.items()}
-        return Objective(found.loss, 1.0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Passed:
     """A layer after its forward pass."""
@@ -93,8 +78,12 @@ class _Passed:
     output: Any
     drawn: float
     """The next random number."""
-    metrics: Mapping[str, float]
-    """Those of the loss."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Those of the loss."""
+        given = {} if isinstance(self.output, Tensors) else self.output.metrics
+        return {name: float(value) for name, value in given.items()}
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -124,7 +113,7 @@ class _Check:
         self._names, self._slicings = names, slicings
         self._hosts, self._count = hosts, len(hosts)
         self._technique = Technique(Precision("fp32", device))
-        self._work = _Noting(task, seed, self._technique, batch)
+        self._work = Alone(partial(alone_loss, task), seed, self._technique, batch)
         self._inputs: list[Tensors | None] = [None]
         """The input of each layer; that of the first one is the batch."""
         self._divided: list[list[bool]] = [[]]
@@ -195,12 +184,12 @@ class _Check:
         return Tensors([value.chunk(self._count, -2)[host] if own else value for value, own in pairs], given.tree)
 
 
-def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, work: _Noting) -> _Passed:
+def _pass(module: nn.Module, given: Tensors | None, *, number: int, count: int, work: Alone) -> _Passed:
     """Run the forward pass of a layer."""
     chunk = Chunk(module, number, [0] * count)
     output = forward(chunk, work, given)
     drawn = float(torch.rand(1, device=next(module.parameters(), torch.empty(0)).device))
-    return _Passed(chunk, output, drawn, work.metrics)
+    return _Passed(chunk, output, drawn)
 
 
 def _backward(passed: _Passed, back: Returned) -> tuple[Gradients, Returned]:

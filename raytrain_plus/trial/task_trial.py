@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 from torch import nn
-from typing_extensions import override
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.first_rows import first_rows, microbatch_of
@@ -34,7 +33,7 @@ from raytrain_plus.job.task_loader import (
     trim_traceback,
     users_frames,
 )
-from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
+from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
@@ -64,7 +63,7 @@ from raytrain_plus.training.weights.scheduler import build_scheduler
 from raytrain_plus.training.weights.step_options import Technique, technique_of
 from raytrain_plus.trial.fits import check_fits, check_layers_fit, fitting_state
 from raytrain_plus.trial.footprint import Footprint, measure_footprint
-from raytrain_plus.trial.measure import Alone, backward, each_layer, forward, measure_layers
+from raytrain_plus.trial.measure import Alone, alone_loss, backward, each_layer, forward, measure_layers
 from raytrain_plus.trial.memory_limits import held_memory, total_memory
 from raytrain_plus.trial.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.trial.shard_cost import ShardCost, measure_shard_cost
@@ -394,7 +393,7 @@ def _one_by_one(
 
     Returns what `evaluate` returns for it.
     """
-    work = Alone(task, job.seed, technique, batch)
+    work = Alone(partial(alone_loss, task), job.seed, technique, batch)
     names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
     output: Any = None
     evaluated, empty, stepped = None, None, False
@@ -428,7 +427,8 @@ def _one_by_one(
             module.eval()
             with torch.no_grad():
                 chunk = Chunk(module, number, [0] * len(names))
-                evaluated = forward(chunk, _Evaluated(task, job.seed, technique, held_out), evaluated)
+                metrics = Alone(partial(held_out_metrics, task), job.seed, technique, held_out)
+                evaluated = forward(chunk, metrics, evaluated)
     if empty is not None and not stepped:
         raise empty
     remarks += [attributes_changed(changed).text] if changed else []
@@ -464,14 +464,6 @@ def _changed(value: nn.Parameter, *, on_host: bool) -> nn.Parameter:
     master = nn.Parameter(value.detach().to(device, dtype))
     master.grad = None if value.grad is None else value.grad.to(device)
     return master
-
-
-class _Evaluated(Alone, PassWork):
-    """A held-out microbatch, as `chunk.PassWork`: its metrics take the place of the loss."""
-
-    @override
-    def loss(self, microbatch: int, model: nn.Module, batch: Any) -> Any:
-        return held_out_metrics(self._task, model, batch, self.rows(microbatch))
 
 
 def describe(batch: Any) -> Described:

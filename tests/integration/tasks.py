@@ -35,8 +35,8 @@ from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.storage.folders import local
 from raytrain_plus.torch_compat import compiled_graphs
-from raytrain_plus.training.passes import synchronous
 from raytrain_plus.training.passes.stage import ReplicaStage
+from raytrain_plus.training.passes.step_work import StepWork
 from raytrain_plus.workers.machine.notices import listen
 
 
@@ -382,13 +382,13 @@ class FaultyStage(Faulty):
     def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         named = list(parameters)
         self.mine = int(not any(name.startswith("first.") for name, _ in named))
-        computing, agree, send = synchronous.ReplicaStep.computing, ReplicaStage.agree, Handovers.send_note
+        computing, agree, send = StepWork.computing, ReplicaStage.agree, Handovers.send_note
         task = self
 
         @contextmanager
-        def noted(replica: Any, kind: Any, chunk: int, number: int) -> Iterator[None]:
+        def noted(work: Any, kind: Any, chunk: int, number: int, *weight: Any) -> Iterator[None]:
             task.reach(f"{kind}{number}")
-            with computing(replica, kind, chunk, number):
+            with computing(work, kind, chunk, number, *weight):
                 yield
 
         def summed(*arguments: Any) -> Any:
@@ -402,7 +402,7 @@ class FaultyStage(Faulty):
                 task.reach("agreed")
             send(handovers, kind, *arguments)
 
-        synchronous.ReplicaStep.computing = noted  # type: ignore[method-assign,assignment]
+        StepWork.computing = noted  # type: ignore[method-assign,assignment]
         ReplicaStage.agree = summed  # type: ignore[method-assign]
         Handovers.send_note = sends  # type: ignore[method-assign]
         return super().optimizer(named)

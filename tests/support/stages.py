@@ -35,9 +35,9 @@ from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.model import build_chunks, build_model, layer_names
-from raytrain_plus.training.passes import stage as replica_module
-from raytrain_plus.training.passes import synchronous
+from raytrain_plus.training.passes.held_out import HeldOut
 from raytrain_plus.training.passes.stage import replica_stage
+from raytrain_plus.training.passes.step_work import StepWork
 from raytrain_plus.training.passes.synchronous import Synchronous
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
@@ -175,22 +175,22 @@ class _Summed:
 @pytest.fixture(autouse=True)
 def one_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Random generators belong to the process, and its threads stand in for processes."""
-    computing = synchronous.ReplicaStep.computing
+    computing = StepWork.computing
 
     @contextmanager
     def alone(self: Any, *arguments: Any) -> Iterator[None]:
         with COMPUTES, computing(self, *arguments):
             yield
 
-    monkeypatch.setattr(synchronous.ReplicaStep, "computing", alone)
-    evaluating = replica_module.HeldOut.computing
+    monkeypatch.setattr(StepWork, "computing", alone)
+    evaluating = HeldOut.computing
 
     @contextmanager
     def evaluates_alone(self: Any, kind: Kind, chunk: int, number: int) -> Iterator[None]:
         with COMPUTES, evaluating(self, kind, chunk, number):
             yield
 
-    monkeypatch.setattr(replica_module.HeldOut, "computing", evaluates_alone)
+    monkeypatch.setattr(HeldOut, "computing", evaluates_alone)
     apply = TrainState.apply
 
     def applies_alone(self: TrainState, *arguments: Any) -> None:

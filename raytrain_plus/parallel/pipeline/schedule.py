@@ -55,7 +55,7 @@ def orders(schedule: Schedule, stages: int, microbatches: int) -> Orders:
 
 
 class Pipeline(Runner):
-    """The `in_turn.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
+    """The `sequential.Runner` of one stage's chunks, by a schedule, with the model replica's other stages."""
 
     def __init__(self, schedule: Schedule, chunks: Sequence[Chunk]) -> None:
         self._schedule = schedule
@@ -68,7 +68,7 @@ class Pipeline(Runner):
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
         if schedule_fault(self._schedule, self._chunks[0].group_size, microbatches):
-            forward_then_backward(self._chunks, work, microbatches)
+            forward_then_backward(self._chunks, microbatches)
             return
         running = self._built.pop(microbatches, None) or self._build(microbatches)
         with _silent():

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
 
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
+from raytrain_plus.parallel.pipeline.timeline import Kind
 
 
 class Runner(Protocol):
@@ -28,29 +29,26 @@ class Runner(Protocol):
         """
 
 
-@runtime_checkable
-class AroundChunks(Protocol):
-    """Work that has something to do before and after all passes of a chunk in one direction."""
-
-    def around(self, chunk: int, *, backward: bool) -> AbstractContextManager[None]:
-        """Return a context that is open while all microbatches pass through a chunk."""
+Around = Callable[[Kind, int], AbstractContextManager[None]]
+"""Returns a context that is open while all microbatches pass through a chunk, forward ("F") or backward ("B")."""
 
 
-class InTurn:
+class InTurn(Runner):
     """A `Runner`: all microbatches pass through a chunk before they pass through the next one; then they go back."""
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], around: Around) -> None:
         self._chunks = chunks
+        self._around = around
 
+    @override
     def run(self, work: PassWork, microbatches: int) -> None:
-        """See `Runner`; `work` may be `AroundChunks`."""
         for chunk in self._chunks:
             chunk.begin(work, microbatches)
-        forward_then_backward(self._chunks, work, microbatches)
+        forward_then_backward(self._chunks, microbatches, self._around)
 
+    @override
     def forward(self, work: PassWork, microbatches: int) -> list[Any]:
-        """See `Runner`; `work` may be `AroundChunks`."""
-        return forward_only(self._chunks, work, microbatches)
+        return forward_only(self._chunks, work, microbatches, self._around)
 
 
 class OneByOne(Runner):
@@ -71,35 +69,39 @@ class OneByOne(Runner):
         return forward_only([self._chunk], work, microbatches)
 
 
-def forward_only(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> list[Any]:
+def _nothing(kind: Kind, chunk: int) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def forward_only(chunks: Sequence[Chunk], work: PassWork, microbatches: int, around: Around = _nothing) -> list[Any]:
     """See `Runner.forward`."""
     for chunk in chunks:
         chunk.begin(work, microbatches)
     with torch.no_grad():
-        return _forwards(chunks, work, microbatches)
+        return _forwards(chunks, microbatches, around)
 
 
-def forward_then_backward(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> None:
-    """Run all forward passes, then all backward passes, chunk by chunk; every chunk has begun with the work.
+def forward_then_backward(chunks: Sequence[Chunk], microbatches: int, around: Around = _nothing) -> None:
+    """Run all forward passes, then all backward passes, chunk by chunk; every chunk has begun.
 
     Also for a number of microbatches that a schedule does not support, as in the last step of a job.
     """
-    _forwards(chunks, work, microbatches)
+    _forwards(chunks, microbatches, around)
     for chunk in reversed(chunks):
         after = _own(chunks, chunk.stage_index + 1)
-        with _around(work, chunk, backward=True):
+        with around("B", chunk.stage_index):
             for microbatch in range(microbatches):
                 if after is not None:
                     chunk.set_local_bwd_input(after.get_local_bwd_output(microbatch), microbatch)
                 chunk.backward_one_chunk(microbatch)
 
 
-def _forwards(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> list[Any]:
+def _forwards(chunks: Sequence[Chunk], microbatches: int, around: Around) -> list[Any]:
     """Run all forward passes, chunk by chunk; return the last chunk's outputs if this stage has it."""
     found = []
     for chunk in chunks:
         after = _own(chunks, chunk.stage_index + 1)
-        with _around(work, chunk, backward=False):
+        with around("F", chunk.stage_index):
             for microbatch in range(microbatches):
                 output = chunk.forward_one_chunk(microbatch)
                 if chunk.is_last:
@@ -107,12 +109,6 @@ def _forwards(chunks: Sequence[Chunk], work: PassWork, microbatches: int) -> lis
                 elif after is not None:
                     after.set_local_fwd_input(output, microbatch)
     return found
-
-
-def _around(work: PassWork, chunk: Chunk, *, backward: bool) -> AbstractContextManager[None]:
-    if isinstance(work, AroundChunks):
-        return work.around(chunk.stage_index, backward=backward)
-    return nullcontext()
 
 
 def _own(chunks: Sequence[Chunk], index: int) -> Chunk | None:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.reading.microbatches import Microbatch
@@ -57,6 +58,20 @@ class ReplicaPasses(Protocol):
 
         Returns once every member of every stage's world is known to hold its sums.
         """
+
+
+class OneWorker(ReplicaPasses):
+    """Those of a replica of one worker, which has nobody to exchange anything with."""
+
+    is_last = True
+
+    @override
+    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return metrics
+
+    @override
+    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return gradients
 
 
 class Passes(ReplicaPasses, Protocol):

@@ -29,11 +29,11 @@ from raytrain_plus.parallel.wire import Named
 from raytrain_plus.torch_compat import keep_write_counts
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
-from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.model.randomness import MicrobatchKeys
 from raytrain_plus.training.passes.passes import Ended, Overlapping, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
-from raytrain_plus.training.passes.stage import ReplicaStage
+from raytrain_plus.training.passes.stage import ReplicaStage, with_ledger
+from raytrain_plus.training.passes.step_work import numbered
 from raytrain_plus.training.update.fault_search import FaultSearch
 
 
@@ -138,18 +138,11 @@ class _WindowWork(PassWork):
         self._part = stage.first_part
         self._weights = weights
         self._steps = steps
-        self._counted = {step: counted(step) for step in steps}
         self._batches = batches
         self._context = context
         self._control = context.control
         self._end = end
-        self.places = [
-            (step, shard, index)
-            for step, shards in self._counted.items()
-            for shard in sorted(shards)
-            for index in range(len(shards[shard]))
-        ]
-        self._last_of = {step: number for number, (step, _, _) in enumerate(self.places)}
+        self.places = [place for step in steps for place in numbered(step, counted(step))]
         self._open: dict[int, Mapping[tuple[int, int], Any]] = {}
         """For each step whose batches are here: by shard and microbatch, the batch, its
         start position and its row ids.
@@ -167,41 +160,42 @@ class _WindowWork(PassWork):
 
     @override
     def rows(self, number: int) -> int:
-        step, shard, index = self.places[number]
-        return self._counted[step][shard][index].rows
+        return self.places[number].span.rows
 
     def batch(self, number: int) -> Any:
         """See `chunk.PassWork`. The batch comes with the values for the ledger."""
-        step, shard, index = self.places[number]
+        place = self.places[number]
+        step = place.span.step
         if step not in self._open:
             self._open[step] = self._batches_of(step)
-        given = self._open[step][shard, index]
-        if number == self._last_of[step]:
+        given = self._open[step][place.span.shard, place.in_shard]
+        if place.ends_step:
             del self._open[step]
         return given
 
     @override
     def loss(self, number: int, model: nn.Module, given: Any) -> Objective:
-        place = self._place(number)
-        return self._stage.loss(model, given, place, self._reports.setdefault(place.step, ShardReports()))
+        span = self.places[number].span
+        return self._stage.loss(model, given, span, self._reports.setdefault(span.step, ShardReports()))
 
     @contextmanager
     @override
     def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
         self.end_due()
-        part, (step, shard, index) = self._part, self.places[number]
+        part, place = self._part, self.places[number]
+        step, shard, *_ = place.span
         self._control.check()
-        self._control.compute(self._place(number), "forward" if kind == "F" else "backward")
+        self._control.compute(place.span, "forward" if kind == "F" else "backward")
         start, timed = time.time(), time.perf_counter()
         if kind == "F":
             self._weights.forward(number)
-            with part.forward(step, shard, index, self._before) as keyed:
+            with part.forward(step, shard, place.in_shard, self._before) as keyed:
                 self._keyed[number] = keyed
                 yield
             if number + 1 == len(self.places):
                 # As late as possible: a request made during these steps is seen at their end.
                 self._stage.send_flags(self._context.flags())
-            if number == self._last_of[step] and self._stage.is_last:
+            if place.ends_step and self._stage.is_last:
                 flags = self._stage.take_flags() if step == self._steps[-1] else Flags()
                 self._stage.share_header(step - self._steps[0], self._reports.pop(step), flags)
         else:
@@ -211,12 +205,12 @@ class _WindowWork(PassWork):
             keyed.backward()
             if weight is not None:
                 part.gradients.weigh(weight)
-            reducing = self._reducing(step, shard, chunk) if number == self._last_of[step] else nullcontext()
+            reducing = self._reducing(step, shard, chunk) if place.ends_step else nullcontext()
             with part.keys.opened(keyed), self._weights.backward(number), reducing:
                 yield
-            if number == self._last_of[step]:
+            if place.ends_step:
                 self._due = step
-            elif index + 1 == len(self._counted[step][shard]):
+            elif place.ends_shard:
                 # A step cannot be recomputed here because the weights have changed since; so each step is searched at
                 # once.
                 self._search.shard_ended(shard, chunk, part.parameters)
@@ -239,10 +233,6 @@ class _WindowWork(PassWork):
         with part.gradients.reducing(self._context.world, self._control.check, complete) as self._works:
             yield
 
-    def _place(self, number: int) -> RowSpan:
-        step, shard, index = self.places[number]
-        return RowSpan(step, shard, sum(one.rows for one in self._counted[step][shard][:index]), self.rows(number))
-
     def end_due(self) -> None:
         """End the step whose last backward pass has run, once the gradients of its inputs are handed over."""
         step, self._due = self._due, None
@@ -258,7 +248,7 @@ class _WindowWork(PassWork):
             received: Mapping[tuple[int, int], Any] = stage.handovers.take_note("batch", number, 0)
             return received
         given = {
-            (shard, index): (one.batch, one.start, one.ids)
+            (shard, index): with_ledger(one)
             for shard, microbatches in self._batches(step).items()
             for index, one in enumerate(microbatches)
         }

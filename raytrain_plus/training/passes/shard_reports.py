@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import Numbers, read_together
-from raytrain_plus.training.exchange.header import ShardReport
-from raytrain_plus.training.exchange.step_metrics import differing
+from raytrain_plus.training.exchange.header import Flags, ShardReport, encode
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics, differing, own_metrics
 
 Number = float | torch.Tensor
 """A number of the host, or a detached tensor without dimensions."""
@@ -74,6 +76,12 @@ class ShardReports:
             weights[told.shard] += told.weight
         # As the header adds it: over the microbatches of each shard, then over the shards.
         return sum(weights[shard] for shard in sorted(weights))
+
+    def encoded(self, shards: int, flags: Flags) -> tuple[npt.NDArray[np.int64], OwnMetrics]:
+        """Return the header of a step of a job with so many shards, and the metrics that go with it."""
+        read = self.read()
+        own = own_metrics({shard: report.metrics for shard, report in read.items()}, shards)
+        return encode(read, shards, flags), own
 
     def read(self) -> dict[int, ShardReport]:
         """Return the reports."""

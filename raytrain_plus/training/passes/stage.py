@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,35 +13,29 @@ from torch import nn
 from typing_extensions import override
 
 from raytrain_plus.data.reading.microbatches import Microbatch
-from raytrain_plus.data.values.collate import counts_tokens, default_weight
-from raytrain_plus.device_copies import BatchCopies, to_device
 from raytrain_plus.job.settings import Schedule
-from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective, PassWork
+from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, splits
 from raytrain_plus.parallel.pipeline.message import KNOWN, Classes
 from raytrain_plus.parallel.pipeline.sequential import OneByOne, Runner
-from raytrain_plus.parallel.pipeline.timeline import Bar, Kind
+from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.parallel.pipeline.transport import Handovers, Peers, SameRank, swapped
-from raytrain_plus.parallel.weighting import Weight
-from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange import header
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import Flags
-from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics
 from raytrain_plus.training.exchange.thread_control import Control, RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus, from_plain, merged
-from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches, checked
+from raytrain_plus.training.passes.held_out import HeldOut, Numbered, checked_each, held_out
+from raytrain_plus.training.passes.metric_sums import Means, MetricSums, ShardBatches
+from raytrain_plus.training.passes.microbatch_loss import MicrobatchLoss
 from raytrain_plus.training.passes.passes import ReplicaPasses
 from raytrain_plus.training.passes.shard_reports import ShardReports
-from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
 from raytrain_plus.training.update.step_sums import StepSums
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.first_bucket import Rider
 from raytrain_plus.training.weights.model_part import ModelPart
-
-AT_ONCE = 16
-"""The most held-out microbatches in flight through the stages at once."""
 
 
 @dataclass(kw_only=True)
@@ -68,11 +61,9 @@ class ReplicaStage(ReplicaPasses):
     """Those among all workers of the replica."""
     sums: StepSums
     device: torch.device
-    on_device: BatchCopies
+    microbatch_loss: MicrobatchLoss
     shards: int
     """The job's number of shards."""
-    rules: Mapping[str, bool]
-    """See `Holding.rules`."""
     tied: Mapping[int, Collection[str]]
     """For each stage, its parameters that are tied to parameters of other stages."""
     last_chunk: int
@@ -138,9 +129,7 @@ class ReplicaStage(ReplicaPasses):
 
         `step`: the step's number among those that run together.
         """
-        read = reports.read()
-        encoded = header.encode(read, self.shards, flags)
-        own = own_metrics({shard: report.metrics for shard, report in read.items()}, self.shards)
+        encoded, own = reports.encoded(self.shards, flags)
         note = (encoded, own.names, own.sums) if own.names else encoded
         for stage in range(self.stages):
             self.handovers.send_note("header", step * self.stages + stage, note, stage)
@@ -164,49 +153,28 @@ class ReplicaStage(ReplicaPasses):
         return self.agreement.take_note("batch", 0, 0) if self.index in takers else batches
 
     def loss(self, model: nn.Module, given: Any, place: RowSpan, reports: ShardReports) -> Objective:
-        """See `task_loss.objective`. `given`: the batch, with the start position and the row ids for the ledger."""
+        """See `MicrobatchLoss.objective`. `given`: see `with_ledger`."""
         batch, start, ids = given
-        microbatch = Microbatch(batch, place.rows, start, ids)
-        factor, mean = self.sums.loss_factor, self.rules[MEAN_LOSS]
-        return objective(self.task, model, microbatch, place, self.on_device, reports, factor, mean=mean)
+        return self.microbatch_loss.objective(model, Microbatch(batch, place.rows, start, ids), place, reports)
 
     def metric_sums(self, batches: ShardBatches, hosted: Sequence[int], context: StepContext) -> MetricSums:
         """See `passes.ReplicaPasses`. Only the first stage receives batches; all stages know the row counts."""
         found = MetricSums()
-        for shard, some in self.held_out(batches, hosted, context.control):
-            found.begin(shard)
-            if some:
-                self.pass_held_out(HeldOut(self, shard, some, context), found)
+        for shard, some in held_out(batches, hosted, context.control, found):
+            self._pass_held_out(shard, some, context.control, found)
         return found
 
-    def held_out(
-        self, batches: ShardBatches, hosted: Sequence[int], control: Control
-    ) -> Iterator[tuple[int, list[tuple[int, Microbatch]]]]:
-        """Yield the held-out microbatches of each shard, numbered, in lists of as many as pass at once."""
-        for shard in hosted:
-            numbered = enumerate(batches(shard))
-            more = True
-            while more:
-                control.enter("data")
-                some = list(itertools.islice(numbered, AT_ONCE))
-                control.enter("collective")
-                yield shard, some
-                more = bool(some)
-
-    def pass_held_out(self, work: HeldOut, found: MetricSums) -> None:
+    def _pass_held_out(self, shard: int, some: Numbered, control: Control, found: MetricSums) -> None:
         """Pass some microbatches of a shard through the model, and add their metrics to what is found."""
-        shard, some = work.shard, work.some
-        work.batches = self.pass_on_batches(work.batches)
-        given = self.pipeline.forward(work, len(some))
+        batches = self.pass_on_batches([one.batch for _, one in some])
+        # The task begins and ends on the same stage, with the same batch, if that has the first and the last chunk.
+        copy = self.last_chunk > 0 and {0, self.last_chunk} <= self.parts.keys()
+        metrics = partial(self.microbatch_loss.metrics, copy=copy)
+        given = self.pipeline.forward(HeldOut(self.parts, shard, some, batches, metrics, control), len(some))
         if self.is_last:
-            summarised, by_token = type(self.task).summarise is not Task.summarise, counts_tokens(self.task)
-            weights = [default_weight(self.task, one.batch, one.rows) for _, one in some]
-            sorted_out = [
-                checked(one, microbatch.rows, summarised, weight, by_token)
-                for one, weight, (_, microbatch) in zip(given, weights, some, strict=True)
-            ]
-            found.outputs.setdefault(shard, []).extend(outputs for _, outputs in sorted_out)
-            self._give_metrics([list(means) for means, _ in sorted_out])
+            own = checked_each(self.task, given, some)
+            found.outputs.setdefault(shard, []).extend(outputs for _, outputs in own)
+            self._give_metrics([list(means) for means, _ in own])
         received = self._take_metrics()
         for (_, microbatch), one in zip(some, received, strict=True):
             found.add(shard, microbatch.rows, Means(*one))
@@ -260,6 +228,11 @@ class ReplicaStage(ReplicaPasses):
         return merged(received)
 
 
+def with_ledger(one: Microbatch) -> tuple[Any, int, int]:
+    """Return a batch with the start position and the row ids for the ledger."""
+    return one.batch, one.start, one.ids
+
+
 Stage = TypeVar("Stage", bound=ReplicaStage)
 
 
@@ -304,9 +277,8 @@ def replica_stage(
         agreement=agreement,
         sums=state.sums,
         device=state.device,
-        on_device=BatchCopies(state.device),
+        microbatch_loss=MicrobatchLoss(state),
         shards=state.shards,
-        rules=state.rules,
         tied=tied,
         last_chunk=len(where) - 1,
     )
@@ -319,44 +291,3 @@ def _runner(schedule: Schedule, stages: int, chunks: Sequence[Chunk]) -> Runner:
     from raytrain_plus.parallel.pipeline.schedule import Pipeline
 
     return Pipeline(schedule, chunks)
-
-
-class HeldOut(PassWork):
-    """Some held-out microbatches of a shard, as `chunk.PassWork`: their metrics take the place of the loss."""
-
-    def __init__(
-        self, stage: ReplicaStage, shard: int, some: Sequence[tuple[int, Microbatch]], context: StepContext
-    ) -> None:
-        self.shard = shard
-        self.some = some
-        self.batches = [microbatch.batch for _, microbatch in some]
-        self._stage = stage
-        self._control = context.control
-
-    @override
-    def rows(self, number: int) -> int:
-        return self.some[number][1].rows
-
-    @override
-    def batch(self, number: int) -> Any:
-        return self.batches[number]
-
-    @override
-    def loss(self, number: int, model: nn.Module, given: Any) -> Any:
-        # The task's loss begins and ends on the same stage, with the same batch, if it has both of several chunks.
-        copy = {0, self._stage.last_chunk} == set(self._stage.chunks) != {0}
-        batch = to_device(given, self._stage.device, copy=copy)
-        weighted = self._stage.rules[WEIGHTED]
-        return held_out_metrics(self._stage.task, model, batch, self.rows(number), weighted=weighted)
-
-    @contextmanager
-    @override
-    def computing(self, kind: Kind, chunk: int, number: int, weight: Weight | None = None) -> Iterator[None]:
-        part = self._stage.parts[chunk]
-        self._control.check()
-        self._control.enter("computing")
-        if self.some[number][0] == 0:
-            part.buffers.restore()
-        with part.evaluating(self.shard, self.some[number][0]):
-            yield
-        self._control.enter("collective")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.data.values.collate import default_weight
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.parallel.pipeline.chunk import Objective
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.torch_compat import pytree
-from raytrain_plus.training.exchange.thread_control import RowSpan
-from raytrain_plus.training.passes.shard_reports import Number, ShardReports
+from raytrain_plus.training.passes.shard_reports import Number
 
 KEYS = ("loss", "weight", "metrics")
 """The keys of the mapping that a loss may return."""
@@ -82,78 +79,6 @@ def task_loss(task: Task, model: nn.Module, batch: Any, rows: int) -> TaskLoss:
     loss = _scalar(result["loss"], who)
     weight = _number(result.get("weight", weight), f"{who} returned a weight that is")
     return TaskLoss(loss, weight, _metrics(result.get("metrics", {}), who))
-
-
-def objective(
-    task: Task,
-    model: nn.Module,
-    microbatch: Microbatch,
-    place: RowSpan,
-    on_device: Callable[[Any], Any],
-    reports: ShardReports,
-    factor: float = 1.0,
-    *,
-    mean: bool = True,
-) -> Objective:
-    """Return what is backpropagated of a microbatch, and add its mean loss to the reports.
-
-    `on_device` copies a batch to the model's device. `factor`, `mean`: see `TaskLoss.objective`. Raises `TrainingError`
-    if the loss depends on no trained parameter.
-    """
-    outputs: list[Any] = []
-    # Only a weight on a device needs what the model returns.
-    handle = model.register_forward_hook(lambda _, __, output: outputs.append(output))
-    try:
-        found = task_loss(task, model, on_device(microbatch.batch), microbatch.rows)
-    finally:
-        handle.remove()
-    check_depends(found.loss, f"the loss of shard {place.shard} in step {place.step}")
-    reports.add(place.step, place.shard, microbatch, *found)
-    if isinstance(found.weight, torch.Tensor):
-        if _mask(outputs, found.weight):
-            return found.objective(factor, mean=mean)
-        # A loss that calls modules of the model has no outputs here, so the host must know.
-        found = found._replace(weight=float(found.weight))
-    if not found.weight and found.loss.requires_grad:
-        return Objective(_without_effect(found.loss), 0.0)
-    return found.objective(factor, mean=mean)
-
-
-def _without_effect(loss: torch.Tensor) -> torch.Tensor:
-    """Return a loss that gives all that `loss` depends on gradients of zeros.
-
-    A microbatch of weight 0 has it in place of its own, which is often a mean of nothing: NaN, as its gradients, and
-    NaN times 0 is NaN. All workers make the same passes and sums as ever.
-    """
-    nothing = [(value.new_zeros(()) * value).sum() for value in _leaves(loss)]
-    return torch.stack([(one.real if one.is_complex() else one).float() for one in nothing]).sum()
-
-
-def _leaves(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that get a gradient in the backward pass of a value: parameters, and inputs of a stage."""
-    found, seen, left = list[torch.Tensor](), set[Any](), [value.grad_fn]
-    if value.grad_fn is None:
-        return [value]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.append(leaf)
-        left += [before for before, _ in node.next_functions]
-    return found
-
-
-def _mask(outputs: Any, weight: torch.Tensor) -> bool:
-    """Have the gradients of these outputs set to zero if the weight is 0, without reading it from its device.
-
-    Returns whether there are any.
-    """
-    found = [one for one in pytree.tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
-    for one in found:
-        one.register_hook(lambda gradient: gradient.masked_fill(weight == 0, 0))
-    return bool(found)
 
 
 def held_out_metrics(task: Task, model: nn.Module, batch: Any, rows: int, *, weighted: bool = True) -> Any:

@@ -6,7 +6,7 @@ buckets are submitted as they fill.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -16,37 +16,34 @@ from typing_extensions import override
 
 from raytrain_plus.collective.world import Work
 from raytrain_plus.data.values.collate import counts_tokens, default_weight
-from raytrain_plus.device_copies import BatchCopies, Numbers, read_together, to_device
+from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.parallel.pipeline.timeline import Bar
-from raytrain_plus.state.holding import MEAN_LOSS, WEIGHTED
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
-from raytrain_plus.training.exchange.header import ShardReport, encode
-from raytrain_plus.training.exchange.step_metrics import OwnMetrics, own_metrics
+from raytrain_plus.training.exchange.header import ShardReport
+from raytrain_plus.training.exchange.step_metrics import OwnMetrics
 from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.exchange.verdict import SumStatus
 from raytrain_plus.training.passes.metric_sums import MetricSums, ShardBatches, checked
-from raytrain_plus.training.passes.passes import Passes, Shards
+from raytrain_plus.training.passes.microbatch_loss import MicrobatchLoss
+from raytrain_plus.training.passes.passes import OneWorker, Passes, Shards
 from raytrain_plus.training.passes.shard_reports import ShardReports
-from raytrain_plus.training.passes.task_loss import held_out_metrics, objective
 from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.train_state import TrainState
 
 
-class WholePasses(Passes):
-    """See `passes.Passes`: a model replica of one worker, which has nobody to exchange anything with."""
+class WholePasses(OneWorker, Passes):
+    """See `passes.Passes`: the model is one chunk."""
 
     bars: Sequence[Bar] = ()
     chunks = (0,)
-    is_last = True
 
     def __init__(self, state: TrainState) -> None:
         """Prepare to run the whole model, which `state` is of."""
         self._state = state
         [self._part] = state.parts
-        self._task, self._device, self._shards = state.task, state.device, state.shards
-        self._sums, self._rider = state.sums, state.sums.rider
-        self._on_device = BatchCopies(state.device)
+        self._task, self._shards, self._rider = state.task, state.shards, state.sums.rider
+        self._loss = MicrobatchLoss(state)
         self.metrics = OwnMetrics()
         self._reports = ShardReports()
 
@@ -78,16 +75,7 @@ class WholePasses(Passes):
             control.compute(place, "forward")
             part.buffers.renew(committed=first)
             with part.forward(step, shard, index, before) as keyed:
-                loss, weight = objective(
-                    self._task,
-                    part.module,
-                    one,
-                    place,
-                    self._on_device,
-                    reports,
-                    self._sums.loss_factor,
-                    mean=self._state.rules[MEAN_LOSS],
-                )
+                loss, weight = self._loss.objective(part.module, one, place, reports)
             if ends_shard:
                 part.buffers.end_shard(shard, used)
                 passed = used = 0
@@ -131,10 +119,9 @@ class WholePasses(Passes):
         """Return the header, and fill the metrics that go with it. Raises `TrainingError` for a changed buffer."""
         read_together(self.unread)
         self._part.buffers.check_refused()
-        reports = self._reports.read()
-        own = own_metrics({shard: report.metrics for shard, report in reports.items()}, self._shards)
+        encoded, own = self._reports.encoded(self._shards, context.flags())
         self.metrics.names, self.metrics.sums = own.names, own.sums
-        return encode(reports, self._shards, context.flags())
+        return encoded
 
     @contextmanager
     def _summing(self, works: list[Work], context: StepContext) -> Iterator[None]:
@@ -159,24 +146,14 @@ class WholePasses(Passes):
                 control.enter("computing")
                 if not found.rows[shard]:
                     part.buffers.restore()
-                weight, batch = default_weight(self._task, one.batch, one.rows), to_device(one.batch, self._device)
+                weight = default_weight(self._task, one.batch, one.rows)
                 with part.evaluating(shard, index):
-                    given = held_out_metrics(
-                        self._task, part.module, batch, one.rows, weighted=self._state.rules[WEIGHTED]
-                    )
+                    given = self._loss.metrics(part.module, one.batch, one.rows)
                 means, outputs = checked(given, one.rows, summarised, weight, counts_tokens(self._task))
                 found.outputs.setdefault(shard, []).append(outputs)
                 found.add(shard, one.rows, means)
                 control.enter("data")
         return found
-
-    @override
-    def share_metrics(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        return metrics
-
-    @override
-    def exchange_tied(self, gradients: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return gradients
 
     def agree(self, step: int, status: SumStatus, context: StepContext) -> SumStatus:
         """See `passes.ReplicaPasses`.

@@ -30,7 +30,7 @@ from raytrain_plus.training.model.model import (
     model_without_values,
 )
 from raytrain_plus.training.model.recompute import check_layers
-from raytrain_plus.training.passes.by_layer import layer_passes
+from raytrain_plus.training.passes.by_layer import ByLayer
 from raytrain_plus.training.passes.passes import Passes
 from raytrain_plus.training.passes.whole_model import WholePasses
 from raytrain_plus.training.step.step import SynchronousSteps
@@ -114,7 +114,7 @@ def _trained(built: Iterable[Built]) -> Iterator[tuple[str, nn.Parameter]]:
 
 def whole_steps(state: TrainState, *, skip_nonfinite: bool = False) -> SynchronousSteps:
     """Return the steps of a worker that computes the whole model; `skip_nonfinite`: see `SynchronousSteps`."""
-    passes: Passes = WholePasses(state) if state.gathered is None else layer_passes(state)
+    passes: Passes = WholePasses(state) if state.gathered is None else ByLayer(state)
     return SynchronousSteps(state, passes, skip_nonfinite=skip_nonfinite)
 
 

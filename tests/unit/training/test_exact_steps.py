@@ -18,7 +18,7 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.errors import Interrupted, TaskError, TrainingError
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.randomness import make_deterministic
-from raytrain_plus.training.passes import task_loss
+from raytrain_plus.training.passes import microbatch_loss
 from tests.support.exact_steps import SHARDS, STEPS, Small, batches, sha, steps_of
 from tests.unit.training.group import Group, context
 
@@ -199,7 +199,7 @@ def test_gradients_of_outputs_are_masked_where_their_weight_is() -> None:
     for weight, kept in ((0.0, 0.0), (2.0, math.nan)):
         value = torch.ones(3, requires_grad=True)
         output = value * 2
-        task_loss._mask([output], torch.tensor(weight))
+        microbatch_loss._mask([output], torch.tensor(weight))
         (output * math.nan).sum().backward()
         assert value.grad is not None
         assert value.grad.tolist() == pytest.approx([kept] * 3, nan_ok=True)

@@ -16,7 +16,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
 from raytrain_plus.training.model.model import build_model
-from raytrain_plus.training.passes import task_loss, whole_model
+from raytrain_plus.training.passes import microbatch_loss, task_loss
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
@@ -38,7 +38,7 @@ class Device(TorchDispatchMode):
         self.reads: list[str] = []
         self._memory: dict[int, torch.UntypedStorage] = {}
         patch.setattr(device_copies, "to_host", self._to_host)
-        patch.setattr(whole_model, "BatchCopies", lambda device: lambda batch: self.take(batch.clone()))
+        patch.setattr(microbatch_loss, "BatchCopies", lambda device: lambda batch: self.take(batch.clone()))
         for name in METHODS:
             patch.setattr(torch.Tensor, name, self._read(name))
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
+from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.membership.pieces import assign
 from raytrain_plus.state.stages import everything
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.model.randomness import make_deterministic
 from raytrain_plus.training.weights.step_options import PLAIN, Technique
-from tests.unit.training.sharded import HOLDERS, STEPS, Sharded, differing, joined, whole
+from tests.unit.training.sharded import (
+    HOLDERS,
+    SHARDS,
+    STEPS,
+    Layered,
+    Sharded,
+    build,
+    differing,
+    joined,
+    metrics_of,
+    whole,
+)
 
 CPU = torch.device("cpu")
 
@@ -110,3 +124,20 @@ def test_deaths_and_newcomers_at_any_moment_change_no_bit(technique: Technique, 
     assert differing(joined([one.state for one in group.members.values()]), expected) == [], group.told
     assert group.deaths, "somebody died"
     assert not group.moved, "survivors go on with what they hold"
+
+
+def test_evaluate_may_change_its_batch_although_it_begins_and_ends_at_different_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = build(full=True)
+    rows = steps.state.trained.rows
+    steps.state.begin_with(rows)
+    steps.state.share_rows([rows])
+    expected = metrics_of(steps, SoloWorld(), range(SHARDS))
+
+    def takes(self: Layered, model: Any, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        y = batch.pop("y")
+        return {"loss": F.cross_entropy(model(batch.pop("x")), y)}
+
+    monkeypatch.setattr(Layered, "evaluate", takes)
+    assert metrics_of(steps, SoloWorld(), range(SHARDS)) == expected

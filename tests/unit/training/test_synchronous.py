@@ -24,7 +24,7 @@ from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.model.model import build_chunks, build_model, layer_names
 from raytrain_plus.training.model.precision import Precision
 from raytrain_plus.training.passes.evaluation import evaluate
-from raytrain_plus.training.passes.stage import AT_ONCE
+from raytrain_plus.training.passes.held_out import AT_ONCE
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.weights.step_options import Technique
