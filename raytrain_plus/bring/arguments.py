@@ -37,13 +37,20 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
 """Arguments that are refused unless they have this value: name -> the value, and the remedy."""
 IGNORED: Mapping[str, Any] = {
     "accelerator_config": None,
+    "activation_checkpointing_kwargs": None,
     "data_seed": None,
     "dataloader_num_workers": 0,
+    "dataloader_in_order": True,
+    "dataloader_multiprocessing_context": None,
     "dataloader_persistent_workers": False,
+    "dataloader_pin_memory": True,
     "dataloader_prefetch_factor": None,
     "ddp_backend": None,
+    "ddp_broadcast_buffers": None,
     "ddp_bucket_cap_mb": None,
     "ddp_find_unused_parameters": None,
+    "ddp_static_graph": None,
+    "ddp_timeout": 1800,
     "enable_jit_checkpoint": False,
     "eval_accumulation_steps": None,
     "eval_on_start": False,
@@ -51,7 +58,14 @@ IGNORED: Mapping[str, Any] = {
     "hub_model_id": None,
     "ignore_data_skip": False,
     "include_num_input_tokens_seen": "no",
+    "log_level": "passive",
+    "log_level_replica": "warning",
+    "log_on_each_node": True,
+    "logging_first_step": False,
+    "logging_nan_inf_filter": True,
+    "logging_strategy": "steps",
     "per_device_eval_batch_size": 8,
+    "restore_callback_states_from_checkpoint": False,
     "save_on_each_node": False,
     "save_only_model": False,
     "skip_memory_metrics": True,
@@ -106,19 +120,21 @@ def ignored(args: Any) -> list[str]:
     return [
         name
         for name, plain in IGNORED.items()
-        if getattr(args, name, plain) not in (plain, None) and not _is_plain(name, getattr(args, name))
+        if _text(getattr(args, name, plain)) not in (_text(plain), "None") and not _is_plain(name, getattr(args, name))
     ]
 
 
-def settings_of_arguments(args: Any, workers: int, rows: int | None, evaluates: bool) -> dict[str, Any]:
+def settings_of_arguments(
+    args: Any, workers: int, rows: int | None, evaluates: bool, batch_size: int | None = None
+) -> dict[str, Any]:
     """Return the settings of a job, as in a job file, without its task and its data.
 
     `workers`: the declared number, of which the batch is made: it stays the same while workers come and go. `rows`:
-    those of the training set, if they are known. `evaluates`: whether there are held-out rows. Raises `InputError` for
-    values that a run does not have.
+    those of the training set, if they are known. `evaluates`: whether there are held-out rows. `batch_size`: that of
+    the run, if it is given. Raises `InputError` for values that a run does not have.
     """
     check_arguments(args)
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * workers
+    batch = batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps * workers
     epoch = None if rows is None else math.ceil(rows / batch)
     found: dict[str, Any] = {
         "data": {
@@ -194,7 +210,11 @@ def _every(what: str, strategy: str, steps: float | None, epoch: int | None, tot
             )
         return epoch
     assert steps is not None, "Trainer has defaults"
-    # Below 1 it is a share of the run.
+    return in_steps(steps, total)
+
+
+def in_steps(steps: float, total: int) -> int:
+    """Return a number of steps; below 1 it is a share of the run's."""
     return max(1, math.ceil(total * steps)) if steps < 1 else int(steps)
 
 
@@ -207,7 +227,7 @@ def _is_plain(name: str, given: Any) -> bool:
     """Return whether Transformers itself has set what stands for nothing."""
     if name == "fsdp_config":
         return not any(value for key, value in dict(given).items() if key not in ("min_num_params", "xla"))
-    return name == "accelerator_config"
+    return name == "accelerator_config" or (name == "torch_compile_backend" and given == "inductor")
 
 
 def _text(value: Any) -> str:

@@ -10,8 +10,9 @@ from torch import nn
 
 IGNORED = -100
 """A label that losses leave out."""
-ROWS = ("ForCTC", "ObjectDetection", "Segmentation", "ForRNNT", "ForTDT")
+ROWS = ("ForCTC", "ObjectDetection", "InstanceSegmentation", "ForSegmentation", "ForRNNT", "ForTDT")
 """Parts of the names of losses that are means over rows though their labels have several values in each."""
+PIXELS = "ForSemanticSegmentation"
 
 CAUSAL = {
     "BertGenerationDecoder",
@@ -22,6 +23,24 @@ CAUSAL = {
     "ReformerModelWithLMHead",
 }
 """The models whose loss is the causal one because their names say none (`PreTrainedModel.loss_function`)."""
+ALIGNED = {
+    "BartForCausalLM",
+    "BigBirdPegasusForCausalLM",
+    "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM",
+    "CpmAntForCausalLM",
+    "MBartForCausalLM",
+    "MarianForCausalLM",
+    "MusicgenForCausalLM",
+    "MusicgenMelodyForCausalLM",
+    "MvpForCausalLM",
+    "PLBartForCausalLM",
+    "PegasusForCausalLM",
+    "ProphetNetForCausalLM",
+    "TrOCRForCausalLM",
+    "WhisperForCausalLM",
+}
+"""The decoders whose own loss compares each position with the label at the same one."""
 
 
 def counted(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -36,12 +55,15 @@ def counted(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor | None:
         return None
     if "shift_labels" not in batch and shifts_labels(model):
         labels = labels[..., 1:]
-    return (labels != IGNORED).sum()
+    ignored = IGNORED
+    if PIXELS in str(getattr(model, "loss_type", None)):
+        ignored = getattr(model.config, "semantic_loss_ignore_index", 255)
+    return (labels != ignored).sum()
 
 
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether the label at a position is what the model is to predict at the one before."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) or type(model).__name__ in ALIGNED:
         return False
     if type(model).__name__ in CAUSAL:
         return True

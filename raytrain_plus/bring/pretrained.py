@@ -88,7 +88,7 @@ def class_of(config: PretrainedConfig, head: str | None, where: str) -> type[Pre
         return found  # type: ignore[no-any-return]
     auto = getattr(transformers, f"AutoModelFor{head}", None)
     try:
-        return auto._model_mapping[type(config)]  # type: ignore[no-any-return, union-attr]  # noqa: SLF001
+        classes = auto._model_mapping[type(config)]  # type: ignore[union-attr]  # noqa: SLF001
     except (AttributeError, KeyError, TypeError):
         heads = heads_of(config)
         raise TaskError(
@@ -96,6 +96,11 @@ def class_of(config: PretrainedConfig, head: str | None, where: str) -> type[Pre
             where="args.head",
             expected=f"one of {listed(heads)}" if heads else "a model that has heads",
         ) from None
+    if not isinstance(classes, (tuple, list)):
+        return classes  # type: ignore[no-any-return]
+    # Some models have several; the configuration may name one.
+    named = (one for one in classes if one.__name__ in (config.architectures or ()))
+    return next(named, classes[0])  # type: ignore[no-any-return]
 
 
 def heads_of(config: PretrainedConfig) -> list[str]:

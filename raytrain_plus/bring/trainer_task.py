@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,7 +15,7 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from raytrain_plus.bring.arguments import ignored
+from raytrain_plus.bring.arguments import ignored, in_steps
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import SINGLE, Task, field_name
@@ -31,28 +32,36 @@ class TrainerTask(Task):
         """Take the trainer from its parcel (`bring.trainer_parcel`)."""
         self.folder = Path(folder)
         self._trainer = read_trainer(self.folder)
+        self._trainer.state = self._state()
         self._forms: dict[str, Any] = {}
         """How the values of rows are nested in what `prediction_step` returns."""
+
+    def _state(self) -> Any:
+        """Return what the trainer's methods see as `state`."""
+        return _Unknown()
 
     def model(self) -> nn.Module:
         """See `Task`."""
         trainer = self._trainer
-        device = torch.get_default_device()
         if trainer.model_init is None:
-            model = read_parcel_model(self.folder, device if device.type == "meta" else torch.device("cpu"))
+            empty = torch.get_default_device().type == "meta"
+            model: Any = read_parcel_model(self.folder, torch.device("meta" if empty else "cpu"))
         else:
-            model = trainer.call_model_init()
-        trained: Any = model.train()
+            model = prepared(trainer, trainer.call_model_init())
+        model.train()
         args = trainer.args
         if args.gradient_checkpointing or getattr(args, "activation_checkpointing", None):
-            trained.gradient_checkpointing_enable({"use_reentrant": False})
-        if args.neftune_noise_alpha is not None and device.type != "meta":
+            if not hasattr(model, "gradient_checkpointing_enable"):
+                raise TaskError(
+                    f"{type(model).__name__} has no gradient_checkpointing_enable", where="TrainingArguments"
+                )
+            model.gradient_checkpointing_enable({"use_reentrant": False, **(args.gradient_checkpointing_kwargs or {})})
+        if args.neftune_noise_alpha is not None:
             from transformers.integrations.neftune import activate_neftune
 
             activate_neftune(model, args.neftune_noise_alpha)
-        if device.type != "meta":
-            trainer.model = trainer.model_wrapped = model
-        return model
+        trained: nn.Module = model
+        return trained
 
     def remarks(self) -> Sequence[str]:
         """See `Task`: the arguments that are ignored."""
@@ -85,16 +94,19 @@ class TrainerTask(Task):
         """See `Task`: what the data collator makes of the rows."""
         trainer = self._trainer
         collator = trainer.data_collator
-        if hasattr(collator, "generator") and hasattr(collator, "mlm"):
-            # It masks tokens at random: the same ones whenever these rows are read again.
+        if masks_at_random(collator):
+            # The same tokens whenever these rows are read again.
             collator = copy.copy(collator)
-            collator.seed = zlib.crc32(repr(table.to_pydict()).encode()) or 1
-            collator.generator = None
-        if trainer.model is None:
-            # Its arguments say which columns are used, and rows are read before it is built.
-            trainer.model = self._empty
-        features = _items(table)
-        batch = _plain(trainer._get_collator_with_removed_columns(collator)(features))
+            collator.generator = torch.Generator().manual_seed(zlib.crc32(repr(table.to_pydict()).encode()))
+            collator.seed, collator._generator_pid = 1, os.getpid()
+        features = _items(table, trainer.item_kinds)
+        if not trainer.columns_removed and trainer.args.remove_unused_columns:
+            if trainer._signature_columns is None:
+                # Rows are read before the model is built.
+                trainer.model = self._empty
+                trainer._set_signature_columns_if_needed()
+            collator = trainer._get_collator_with_removed_columns(collator)
+        batch = _plain(collator(features))
         if len(features) != _rows(batch):
             raise TaskError(
                 f"the data collator made a batch of {_rows(batch)} rows of {len(features)} rows",
@@ -106,7 +118,7 @@ class TrainerTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what `compute_loss` returns for the batch; it counts the labels that Trainer divides by."""
         # `compute_loss` takes the labels out of it.
-        inputs = _plain(batch)
+        inputs = self._inputs(model, batch)
         count = self._count(inputs)
         loss = self._trainer.compute_loss(model, inputs, num_items_in_batch=count)
         return {"loss": loss} if count is None else {"loss": loss, "weight": count}
@@ -114,13 +126,13 @@ class TrainerTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: the loss of each row, as Trainer repeats it, and what `compute_metrics` gets."""
         trainer = self._trainer
-        inputs, rows = _plain(batch), _rows(batch)
+        inputs, rows = self._inputs(model, batch), _rows(batch)
         count = self._count(inputs)
-        loss, logits, labels = trainer.prediction_step(model, inputs, trainer.compute_metrics is None)
+        loss, logits, labels = trainer.prediction_step(model, inputs, not self._has_metrics)
         found: dict[str, Any] = {}
         if loss is not None:
             found[LOSS] = loss.detach().float().mean().repeat(rows)
-        if trainer.compute_metrics is not None:
+        if self._has_metrics:
             if trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             found |= self._flat(_PREDICTIONS, logits, rows) | self._flat(_LABELS, labels, rows)
@@ -136,7 +148,7 @@ class TrainerTask(Task):
         found: dict[str, Any] = {}
         if LOSS in outputs:
             found[LOSS] = outputs[LOSS].double().mean().item()
-        if trainer.compute_metrics is not None:
+        if self._has_metrics:
             nested = EvalPrediction(self._nested(_PREDICTIONS, outputs), self._nested(_LABELS, outputs))
             metrics = trainer.compute_metrics(nested)
             if not isinstance(metrics, Mapping):
@@ -147,6 +159,19 @@ class TrainerTask(Task):
                 )
             found |= {name if name.startswith("eval_") else f"eval_{name}": value for name, value in metrics.items()}
         return found
+
+    @property
+    def _has_metrics(self) -> bool:
+        return self._trainer.compute_metrics is not None and not self._trainer.args.prediction_loss_only
+
+    def _inputs(self, model: nn.Module, batch: Any) -> Any:
+        """Return a batch that the trainer's methods may change; they see this model and its device."""
+        trainer, inputs = self._trainer, _plain(batch)
+        device = _device(inputs)
+        trainer.model = trainer.model_wrapped = model
+        # What `TrainingArguments` would find are the devices of a process that has them all.
+        vars(trainer.args).update(_setup_devices=device, _n_gpu=1)
+        return trainer._prepare_inputs(inputs)
 
     def _count(self, inputs: Any) -> torch.Tensor | None:
         """Return how many labels a batch has, where Trainer counts them."""
@@ -177,19 +202,32 @@ class TrainerTask(Task):
     @cached_property
     def _empty(self) -> nn.Module:
         """The model without values."""
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            return self.model()
+        # Nobody's random numbers may depend on whether it was needed.
+        with torch.random.fork_rng(devices=[]):
+            try:
+                with torch.device("meta"):
+                    return self.model()
+            except TaskError:
+                raise
+            except Exception:
+                # `from_pretrained` reads values.
+                return self.model().to("meta")
 
 
 class CallingTrainerTask(TrainerTask):
     """Calls the trainer's callbacks, too, in the process that hears of a run."""
+
+    def _state(self) -> Any:
+        from transformers import TrainerState
+
+        return TrainerState()
 
     def on_step(self, metrics: Mapping[str, Any]) -> None:
         """See `Task`: `on_step_end`, and `on_log` in the steps that are logged."""
         state = self._trainer.state
         state.global_step, state.epoch = metrics["step"] + 1, float(metrics["epoch"])
         self._call("on_step_end")
-        if state.global_step % max(1, int(self._trainer.args.logging_steps)) == 0:
+        if state.global_step % in_steps(self._trainer.args.logging_steps, self.run.total_steps) == 0:
             logs = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "learning_rate": metrics["lr"]}
             self._call("on_log", logs=logs)
 
@@ -207,13 +245,27 @@ class CallingTrainerTask(TrainerTask):
 
         trainer, control = self._trainer, TrainerControl()
         for callback in trainer.callbacks_called:
-            getattr(callback, event)(trainer.args, trainer.state, control, **given)
-            if control.should_training_stop:
+            control = getattr(callback, event)(trainer.args, trainer.state, control, **given) or control
+            asked = next((name for name, value in vars(control).items() if value is True), None)
+            if asked is not None:
                 raise TaskError(
-                    f"{type(callback).__name__} asks to stop, and a callback of a run cannot",
+                    f"{type(callback).__name__} sets {asked}, and a callback of a run can ask for nothing",
                     where="Trainer(callbacks=...)",
-                    remedy="EarlyStoppingCallback, or raytrain stop",
+                    remedy="EarlyStoppingCallback, TrainingArguments, or raytrain stop",
                 )
+
+
+class _Unknown:
+    """Stands for a trainer's `state` where a step is computed, which must not depend on what was before."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TaskError(
+            f"state.{name} is not known where the loss of a batch is computed",
+            where="Trainer",
+            remedy="write a Task, whose `run` has the number of steps, or a scheduler for what changes with the step",
+        )
 
 
 class _Named:
@@ -232,12 +284,35 @@ class _Named:
         yield from (value for _, value in self._parameters_given)
 
 
-def _items(table: pa.Table) -> list[Any]:
+def prepared(trainer: Any, model: Any) -> Any:
+    """Return a model as `Trainer.train` begins with it: its special tokens are those of the tokenizer."""
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers.trainer_utils import align_special_tokens
+
+    config = getattr(model, "config", None)
+    if config is not None and isinstance(trainer.processing_class, (PreTrainedTokenizerBase, ProcessorMixin)):
+        align_special_tokens(model, trainer.processing_class)
+    if config is not None:
+        config.use_cache = trainer.args.use_cache
+    return model
+
+
+def masks_at_random(collator: Any) -> bool:
+    """Return whether a collator draws tokens to mask from a generator of its own."""
+    return bool(getattr(collator, "mlm", False)) and hasattr(collator, "generator")
+
+
+def kind_of(value: Any) -> str:
+    """Return what a field of an item is: a `tensor`, an `array`, or Python's own."""
+    return "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else ""
+
+
+def _items(table: pa.Table, kinds: Mapping[str, str]) -> list[Any]:
     """Return rows as the items that the dataset had: mappings, tuples or single values.
 
-    Numbers of the types that only arrays and tensors have become arrays of that type, others are Python's.
+    `kinds`: for each column that was no value of Python's own, see `kind_of`.
     """
-    columns = {name: _values(table.column(name)) for name in table.column_names}
+    columns = {name: _values(table.column(name), kinds.get(name, "")) for name in table.column_names}
     if list(columns) == [SINGLE]:
         return list(columns[SINGLE])
     rows = zip(*columns.values(), strict=True)
@@ -246,17 +321,17 @@ def _items(table: pa.Table) -> list[Any]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-_PYTHONS = (pa.int64(), pa.float64(), pa.bool_())
-
-
-def _values(column: pa.ChunkedArray) -> Sequence[Any]:
-    kind = column.type
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        kind = kind.value_type
+def _values(column: pa.ChunkedArray, kind: str) -> Sequence[Any]:
     values: list[Any] = column.to_pylist()
-    if kind in _PYTHONS or not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+    if not kind:
         return values
-    return [None if one is None else np.asarray(one, dtype=kind.to_pandas_dtype()) for one in values]
+    held = column.type
+    while pa.types.is_list(held) or pa.types.is_large_list(held) or pa.types.is_fixed_size_list(held):
+        held = held.value_type
+    arrays = (None if one is None else np.asarray(one, dtype=held.to_pandas_dtype()) for one in values)
+    if kind == "array":
+        return list(arrays)
+    return [None if one is None else torch.from_numpy(one) for one in arrays]
 
 
 def _plain(batch: Any) -> Any:
@@ -265,7 +340,11 @@ def _plain(batch: Any) -> Any:
 
 
 def _first(batch: Any) -> torch.Tensor | None:
-    return next((one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor) and one.dim()), None)
+    """Return the first tensor with dimensions in something nested, such as a batch of several encodings."""
+    if isinstance(batch, torch.Tensor):
+        return batch if batch.dim() else None
+    within = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    return next((found for one in within if (found := _first(one)) is not None), None)
 
 
 def _rows(batch: Any) -> int:

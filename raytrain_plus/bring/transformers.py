@@ -8,10 +8,15 @@ trainer.train()
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+import random
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import transformers
 import yaml
 from transformers.trainer_callback import (
@@ -22,32 +27,46 @@ from transformers.trainer_callback import (
     TrainerCallback,
 )
 from transformers.trainer_utils import TrainOutput
+from transformers.utils import is_datasets_available
 
-from raytrain_plus.bring.arguments import best_metric, best_mode, settings_of_arguments
+from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, settings_of_arguments
 from raytrain_plus.bring.script import with_overrides
-from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, write_parcel
-from raytrain_plus.errors import InputError, RunError
+from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
+from raytrain_plus.bring.trainer_task import kind_of, masks_at_random, prepared
+from raytrain_plus.errors import InputError, RunError, TaskError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.launch.runner import run as run_job
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.result import Result
 from raytrain_plus.runs.export import load
+from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.task import field_name
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
 CALLING = "raytrain_plus.bring.trainer_task:CallingTrainerTask"
-UNCALLED = (
-    "_inner_training_loop",
-    "autocast_smart_context_manager",
-    "compute_loss_context_manager",
-    "evaluation_loop",
-    "get_batch_samples",
+CALLED = {
+    "_get_num_items_in_batch",
+    "_prepare_inputs",
+    "_save",
+    "compute_loss",
+    "create_model_card",
+    "create_optimizer",
+    "create_scheduler",
+    "evaluate",
+    "get_decay_parameter_names",
     "get_eval_dataloader",
-    "get_train_dataloader",
-    "training_step",
-)
-"""Methods of Trainer that a run does not call, so that what overrides them would do nothing."""
+    "get_test_dataloader",
+    "log_metrics",
+    "predict",
+    "prediction_step",
+    "push_to_hub",
+    "save_metrics",
+    "save_model",
+    "save_state",
+}
+"""Methods of Trainer that a run calls, or a script itself after it; what overrides others would do nothing."""
 UNHEARD = (
     "on_epoch_begin",
     "on_epoch_end",
@@ -91,6 +110,10 @@ class _Elastic:
         """
         super().__init__(*args, **kwargs)
         self._run_settings = dict(run or {})
+        self.item_kinds: dict[str, str] = {}
+        """What the fields of the items are that are no values of Python's own: see `kind_of`."""
+        self.columns_removed = False
+        """Whether the dataset has only the columns that the model takes."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train in a run, and return what Trainer returns; the model has the weights of its end, or the best ones.
@@ -103,36 +126,48 @@ class _Elastic:
             given = ", ".join(kwargs) or "more than one argument"
             raise InputError(f"train({given}) is not offered", where="Trainer.train", expected="resume_from_checkpoint")
         trainer: Any = self
-        job, parcel = self._job(trainer)
+        job, parcel = self._job(trainer, bool(resume_from_checkpoint))
         result = run_job(job, fresh=not resume_from_checkpoint, roots=[parcel])
         if result.status == "failed":
             raise RunError(result.error or "the run failed")
         _take_back(trainer, result)
         return _output(trainer, result)
 
-    def _job(self, trainer: Any) -> tuple[Job, Path]:
+    def _job(self, trainer: Any, resumes: bool = False) -> tuple[Job, Path]:
         """Return the job of the run, and the folder beside it that the workers read."""
         _check(trainer)
         if trainer.train_dataset is None:
             raise InputError("there is no train_dataset", where="Trainer", remedy="Trainer(..., train_dataset=...)")
         train, held_out = (_used(trainer, one) for one in (trainer.train_dataset, trainer.eval_dataset))
         given = with_overrides(self._run_settings)
-        settings = settings_of_arguments(trainer.args, _declared(given), _length(train), held_out is not None)
-        storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
-        parcel = storage / f"{name}.trainer"
-        if trainer.model_init is None:
-            # The workers have the devices.
-            trainer.model.cpu()
-        module = write_parcel(
-            parcel,
-            trainer,
-            None if trainer.model_init is not None else trainer.model,
-            train,
-            held_out if "evaluate" in settings else None,
+        data, workers = given.get("data") or {}, given.get("workers") or {}
+        if not isinstance(data, Mapping) or not isinstance(workers, Mapping):
+            raise InputError("data and workers are groups", where="Trainer(run=...)", expected="workers: {max: 4}")
+        settings = settings_of_arguments(
+            trainer.args,
+            int(workers.get("max") or workers.get("min") or 1),
+            _length(train),
+            held_out is not None,
+            data.get("batch_size"),
         )
-        settings["data"]["dataset"] = f"{module}:{TRAIN}"
+        if "evaluate" in settings and _overrides(trainer, "evaluate"):
+            raise InputError(
+                f"{type(trainer).__name__} overrides evaluate, which a run does not call",
+                where="Trainer",
+                remedy="eval_strategy='no', and call evaluate after train",
+            )
+        if trainer.args.device.type == "cuda":
+            settings["workers"] = {"gpus": 1}
+        storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
+        parcel = _resumed(storage / name) if resumes else None
+        if parcel is not None:
+            check_same(parcel, trainer.args)
+        else:
+            parcel = new_parcel(storage / f"{name}.trainer")
+            _write(parcel, trainer, train, held_out if "evaluate" in settings else None)
+        settings["data"]["dataset"] = f"{module_of(parcel)}:{TRAIN}"
         if "evaluate" in settings:
-            settings["evaluate"]["dataset"] = f"{module}:{HELD_OUT}"
+            settings["evaluate"]["dataset"] = f"{module_of(parcel)}:{HELD_OUT}"
         if (stops := _early_stop(trainer)) is not None:
             settings["early_stop"] = stops
             # It keeps the best state as well.
@@ -156,6 +191,7 @@ class _Elastic:
         # A cached property: the device of the machine where the trainer was made.
         vars(state["args"]).pop("_setup_devices", None)
         trainer: Any = self
+        trainer.callback_handler = _Silent()
         # Before the accelerator is made: looking for the device sets its state back.
         _ = trainer.args.device
         trainer.create_accelerator_and_postprocess()
@@ -178,11 +214,31 @@ class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[mis
         }
 
 
+class _Silent:
+    """Stands for a trainer's callbacks where a step is computed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TaskError(
+            "self.log is not offered where the loss of a batch is computed",
+            where="Trainer",
+            remedy="return more metrics from a Task of your own; the loss, rate and gradient norm are logged",
+        )
+
+
+def _overrides(trainer: Any, name: str) -> bool:
+    """Return whether the class of a trainer has a method of Trainer's of its own."""
+    kinds = (transformers.Seq2SeqTrainer, transformers.Trainer)
+    plain = next(kind for kind in kinds if isinstance(trainer, kind))
+    own = getattr(type(trainer), name)
+    return own is not getattr(plain, name) and own is not getattr(_Elastic, name, None)
+
+
 def _check(trainer: Any) -> None:
     """Raise `InputError` for what a run would not call, or cannot have."""
-    plain = transformers.Seq2SeqTrainer if isinstance(trainer, transformers.Seq2SeqTrainer) else transformers.Trainer
-    for name in UNCALLED:
-        if getattr(type(trainer), name, None) is not getattr(plain, name, None):
+    for name, _ in inspect.getmembers(transformers.Trainer, inspect.isroutine):
+        if name not in CALLED and not name.startswith("__") and _overrides(trainer, name):
             raise InputError(
                 f"{type(trainer).__name__} overrides {name}, which a run does not call",
                 where="Trainer",
@@ -213,14 +269,64 @@ def _callbacks(trainer: Any) -> list[Any]:
     return [
         one
         for one in trainer.callback_handler.callbacks
-        if not isinstance(one, _BUILT_IN) and not type(one).__module__.startswith("transformers.integrations")
+        if type(one) not in _BUILT_IN and not type(one).__module__.startswith("transformers.integrations")
     ]
 
 
 def _used(trainer: Any, dataset: Any) -> Any:
     """Return a dataset of Hugging Face with the columns that the model takes; others as they are."""
-    columns = hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")
-    return trainer._remove_unused_columns(dataset) if columns else dataset
+    return trainer._remove_unused_columns(dataset) if _of_datasets(dataset) else dataset
+
+
+def _of_datasets(dataset: Any) -> bool:
+    return is_datasets_available() and isinstance(dataset, import_module("datasets").Dataset)
+
+
+def _resumed(run: Path) -> Path | None:
+    """Return the folder that the workers of an earlier run have read; None if there is no such run."""
+    try:
+        return Path(job_of(open_folder(str(run))).args["folder"])
+    except (InputError, OSError, KeyError):
+        return None
+
+
+def _write(parcel: Path, trainer: Any, train: Any, held_out: Any) -> None:
+    """Write what the workers read."""
+    trainer.columns_removed = _of_datasets(train)
+    first = train[0] if _length(train) and hasattr(train, "__getitem__") else None
+    fields = first.items() if isinstance(first, Mapping) else enumerate(first) if isinstance(first, tuple) else ()
+    kinds = {name if isinstance(name, str) else field_name(name): kind_of(value) for name, value in fields}
+    trainer.item_kinds = {name: kind for name, kind in kinds.items() if kind}
+    if first is not None:
+        _check_collator(trainer, [train[number] for number in range(min(2, len(train)))])
+    model = None
+    if trainer.model_init is None:
+        # The workers have the devices.
+        model = prepared(trainer, trainer.model.cpu())
+    write_parcel(parcel, trainer, model, train, held_out)
+
+
+def _check_collator(trainer: Any, items: Sequence[Any]) -> None:
+    """Raise `InputError` for a collator that draws random numbers: rows that are read again must be the same."""
+    if masks_at_random(trainer.data_collator):
+        return
+    collator = trainer.data_collator
+    if not trainer.columns_removed:
+        collator = trainer._get_collator_with_removed_columns(collator)
+    before = _generators()
+    collator([dict(one) if isinstance(one, Mapping) else one for one in items])
+    if before != _generators():
+        raise InputError(
+            f"the data collator {type(collator).__name__} draws random numbers: rows that are read again would differ",
+            where="Trainer(data_collator=...)",
+            remedy="draw them in the model's forward pass, or in data.transform, which has a generator for them",
+        )
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of the generators that all of this process draw from."""
+    drawn: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), drawn[1].tolist(), drawn[2], random.getstate()
 
 
 def _early_stop(trainer: Any) -> dict[str, Any] | None:
@@ -235,12 +341,6 @@ def _early_stop(trainer: Any) -> dict[str, Any] | None:
         )
     args = trainer.args
     return {"metric": best_metric(args), "mode": best_mode(args), "patience": found[0].early_stopping_patience}
-
-
-def _declared(settings: Mapping[str, Any]) -> int:
-    """Return the largest number of workers, of which the batch is made."""
-    workers = settings.get("workers", {})
-    return int(workers.get("max") or workers.get("min") or 1)
 
 
 def _length(dataset: Any) -> int | None:
@@ -275,28 +375,34 @@ def _take_back(trainer: Any, result: Result) -> None:
 def _output(trainer: Any, result: Result) -> TrainOutput:
     """Write down what the run reported as Trainer does, and return its last words."""
     log, losses = list[dict[str, Any]](), list[float]()
-    state, every = trainer.state, max(1, int(trainer.args.logging_steps))
-    since = list[float]()
-    for event in read_events(open_folder(result.path)):
-        if event["kind"] == "step_committed":
+    state, every = trainer.state, in_steps(trainer.args.logging_steps, result.steps)
+    since, rows, epoch = list[float](), _length(trainer.train_dataset), 0.0
+    events = list(read_events(open_folder(result.path)))
+    # Of a step that was made again, the last one counts.
+    newest = {event["step"]: event for event in events if event["kind"] == "step_committed"}
+    for event in events:
+        if event["kind"] == "step_committed" and newest[event["step"]] is event:
             losses.append(float(event["loss"]))
             since.append(losses[-1])
+            epoch = event["samples"] / rows if rows else float(event["epoch"])
             if (event["step"] + 1) % every == 0:
                 rate = event.get("lr")
                 entry: dict[str, Any] = {"loss": sum(since) / len(since), "grad_norm": float(event["grad_norm"])}
                 entry |= {"learning_rate": rate[0] if isinstance(rate, list) else rate}
-                log.append({**entry, "epoch": event["epoch"], "step": event["step"] + 1})
+                log.append({**entry, "epoch": epoch, "step": event["step"] + 1})
                 since.clear()
         elif event["kind"] == "evaluated" and event["step"] >= 0:
-            log.append({**{name: float(value) for name, value in event["metrics"].items()}, "step": event["step"] + 1})
-    state.global_step, state.max_steps = result.steps, result.steps
+            metrics = {name: float(value) for name, value in event["metrics"].items()}
+            log.append({**metrics, "epoch": epoch, "step": event["step"] + 1})
+    state.global_step, state.max_steps, state.epoch = result.steps, result.steps, epoch
     state.log_history = log
     loss = sum(losses) / len(losses) if losses else 0.0
-    metrics = {
+    totals = {
         "train_runtime": result.seconds,
         "train_samples_per_second": result.samples / result.seconds if result.seconds else 0.0,
         "train_steps_per_second": result.steps / result.seconds if result.seconds else 0.0,
         "train_loss": loss,
+        "epoch": epoch,
     }
-    log.append({**metrics, "step": result.steps})
-    return TrainOutput(result.steps, loss, metrics)
+    log.append({**totals, "step": result.steps})
+    return TrainOutput(result.steps, loss, totals)

@@ -64,7 +64,8 @@ def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
                 # That of tensors only its owner may read.
                 file.chmod(mode)
             os.rename(written, to)
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        # Transformers refuses to write an invalid configuration.
         raise InputError(f"the folder cannot be written: {error}", where=str(to)) from None
 
 

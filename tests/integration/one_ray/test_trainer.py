@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -163,3 +165,49 @@ def test_a_script_with_one_changed_import_gives_trainers_own_numbers_through_a_d
     ours, theirs = made.evaluate(), plain.evaluate()
     assert ours["eval_accuracy"] == theirs["eval_accuracy"]
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
+
+
+SCRIPT = """
+import sys
+
+import torch
+import transformers
+from raytrain_plus.bring.transformers import Trainer
+
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+)
+
+
+class Scaled(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (3 * outputs.loss, outputs) if return_outputs else 3 * outputs.loss
+
+
+rows = [{"input_ids": torch.tensor([4, 5, n % 30]), "labels": torch.tensor(n % 2)} for n in range(32)]
+args = transformers.TrainingArguments(sys.argv[1], max_steps=3, per_device_train_batch_size=4, report_to=[])
+trainer = Scaled(transformers.BertForSequenceClassification(config), args, train_dataset=rows)
+print("made", trainer.train().global_step, "steps")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_is_executed_with_settings_given_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "raytrain_plus", "run", "train.py", "--set", "workers.max=2", "--", "out"],
+        cwd=tmp_path,
+        env={**os.environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "made 3 steps" in done.stdout
+    result = Result.load(LocalFolder(tmp_path / "out" / "run"))
+    assert result is not None
+    # Two declared workers make the batch, wherever they came.
+    assert result.samples == 3 * 2 * 4
+    assert (tmp_path / "out" / "run.trainer" / "1" / "trainer.pkl").is_file()

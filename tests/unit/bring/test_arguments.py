@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_the_batch_is_made_of_the_declared_workers_and_each_shard_is_a_microbatc
         ({"train_sampling_strategy": "sequential"}, {"data": {"batch_size": 16, "shards": 2, "shuffle": "none"}}),
         ({"bf16": True, "use_cpu": True}, {"precision": "bf16"}),
         ({"seed": 5}, {"seed": 5}),
+        ({"torch_compile": True}, {"compile": True}),
         ({"report_to": ["wandb", "tensorboard"]}, {"trackers": ["wandb"]}),
         ({"save_strategy": "no"}, {"checkpoint": {"every_steps": None, "keep": 3}}),
         ({"save_strategy": "epoch", "save_total_limit": 2}, {"checkpoint": {"every_steps": 7, "keep": 2}}),
@@ -109,6 +111,30 @@ def test_every_name_is_one_of_trainers_and_its_default_is_trainers(tmp_path: Pat
     for name in (*REFUSED, *IGNORED):
         assert hasattr(plain, name), name
     assert not REFUSED.keys() & IGNORED.keys()
+
+
+USED = """
+activation_checkpointing adam_beta1 adam_beta2 adam_epsilon bf16 eval_steps eval_strategy fp16
+gradient_accumulation_steps
+gradient_checkpointing gradient_checkpointing_kwargs greater_is_better label_names label_smoothing_factor learning_rate
+load_best_model_at_end logging_steps lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
+metric_for_best_model neftune_noise_alpha num_train_epochs optim optim_args output_dir per_device_train_batch_size
+prediction_loss_only remove_unused_columns report_to run_name save_steps save_strategy save_total_limit seed tf32
+torch_compile train_sampling_strategy use_cache use_cpu warmup_steps weight_decay
+"""
+"""Arguments that are settings of the job, or that the trainer's own methods read."""
+NOTHING = """
+disable_tqdm do_eval do_predict do_train hub_always_push hub_private_repo hub_revision hub_strategy hub_token
+length_column_name liger_kernel_config local_rank project resume_from_checkpoint trackio_bucket_id trackio_space_id
+trackio_static_space_id
+"""
+"""Arguments that are for a script, for what is refused, or for a terminal."""
+
+
+def test_every_argument_is_used_refused_or_ignored_by_name(tmp_path: Path) -> None:
+    known = {*USED.split(), *NOTHING.split(), *REFUSED, *IGNORED}
+    named = {field.name for field in fields(TrainingArguments)}
+    assert named - known == set()
 
 
 def test_what_is_ignored_is_listed(tmp_path: Path) -> None:

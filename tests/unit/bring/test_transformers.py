@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
@@ -21,7 +22,7 @@ from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
-from tests.unit.bring.folders import bert, gpt2, llama, t5
+from tests.unit.bring.folders import bert, gpt2, llama, saved, t5
 
 CPU = torch.device("cpu")
 TOKENS = [{"input_ids": [4 + n % 9] * (2 + n % 5), "label": n % 2} for n in range(12)]
@@ -183,8 +184,7 @@ def test_the_tokens_of_a_masked_model_are_masked_alike_whenever_rows_are_read(tm
             self.generator = None
 
         def __call__(self, features: Any, return_tensors: Any = None) -> Any:
-            draws = torch.Generator().manual_seed(self.seed)
-            return {"input_ids": torch.randint(32, (len(features), 4), generator=draws)}
+            return {"input_ids": torch.randint(32, (len(features), 4), generator=self.generator)}
 
     made = trainer(tmp_path)
     made.data_collator = Words(tokenizer=None, mlm=True)
@@ -219,12 +219,14 @@ def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> No
 
     made = trainer(tmp_path, args=arguments(tmp_path, remove_unused_columns=False))
     made.data_collator = Collator()
+    made.item_kinds = {"half": "array", "image": "tensor", "double": "tensor"}
     task = task_of(tmp_path, made)
     table = pa.table(
         {
             "ids": [[1, 2], [3]],
             "text": ["a", None],
             "half": pa.array([0.5, 1.5], pa.float32()),
+            "double": [0.5, 1.5],
             "image": pa.array([[[1, 2], [3, 4]], [[5, 6], [7, 8]]], pa.list_(pa.list_(pa.uint8(), 2))),
         }
     )
@@ -233,7 +235,8 @@ def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> No
     assert [one["ids"] for one in seen] == [[1, 2], [3]]
     assert [one["text"] for one in seen] == ["a", None]
     assert seen[1]["half"].dtype == np.float32
-    assert (seen[1]["image"].dtype, seen[1]["image"].tolist()) == (np.uint8, [[5, 6], [7, 8]])
+    assert (seen[1]["image"].dtype, seen[1]["image"].tolist()) == (torch.uint8, [[5, 6], [7, 8]])
+    assert (seen[1]["double"].dtype, float(seen[1]["double"])) == (torch.float64, 1.5)
 
 
 def test_a_batch_of_a_tokenizer_is_a_dict(tmp_path: Path) -> None:
@@ -294,7 +297,7 @@ def test_callbacks_hear_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> 
     task.on_checkpoint(1, "there")
     [callback] = task._trainer.callbacks_called
     assert callback.heard == [("step", 1), ("step", 2), ("log", 2, 0.5), ("evaluate", 0.25), ("save",)]
-    with pytest.raises(TaskError, match="Heard asks to stop"):
+    with pytest.raises(TaskError, match="Heard sets should_training_stop"):
         task.on_step({"step": 2, **values})
 
 
@@ -306,10 +309,32 @@ class OwnStep(Trainer):
     def training_step(self, *_: Any, **__: Any) -> Any: ...
 
 
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, *_: Any, **__: Any) -> Any: ...
+
+
+class OwnLog(Trainer):
+    def log(self, *_: Any, **__: Any) -> Any: ...
+
+
+def noisy(features: Any) -> Any:
+    return {**padded(features), "noise": torch.rand(len(features))}
+
+
+class Stops(EarlyStoppingCallback):
+    """Not the one that a run knows: its own events are looked at."""
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ({"cls": OwnStep}, "OwnStep overrides training_step, which a run does not call"),
+        ({"cls": OwnSampler}, "OwnSampler overrides _get_train_sampler, which a run does not call"),
+        ({"cls": OwnLog}, "OwnLog overrides log, which a run does not call"),
+        ({"callbacks": [Stops(3)]}, "the callback Stops defines on_train_begin"),
+        ({"run": {"workers": 3}}, "data and workers are groups"),
         ({"callbacks": [Ends()]}, "the callback Ends defines on_train_end, which a run does not call"),
         ({"eval_dataset": {"a": TOKENS}}, "a dict of held-out datasets is not offered"),
         ({"callbacks": [EarlyStoppingCallback(3, 0.1)]}, "early_stopping_threshold"),
@@ -333,6 +358,69 @@ def test_optimizers_of_this_process_are_refused(tmp_path: Path) -> None:
         trainer(tmp_path).train(trial=1)
 
 
+def test_collators_that_draw_random_numbers_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.data_collator = noisy
+    with pytest.raises(InputError, match="draws random numbers"):
+        made.train()
+
+
+def test_a_resumed_run_has_the_trainer_that_began_it(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    job, parcel = made._job(made)
+    run = tmp_path / "out" / "run"
+    run.mkdir()
+    (run / "job.yaml").write_text(job.to_yaml())
+    assert made._job(made, True)[1] == parcel
+    changed = trainer(tmp_path, args=arguments(tmp_path, learning_rate=1.0))
+    with pytest.raises(InputError, match=r"the run was begun with learning_rate=5e-05, and this is 1\.0"):
+        changed._job(changed, True)
+    assert changed._job(changed)[1].name == "2"
+
+
+def test_the_state_and_the_log_of_a_trainer_are_not_known_in_a_step(tmp_path: Path) -> None:
+    class Anneals(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs).loss * self.state.global_step
+
+    class Logs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            self.log({"x": 1.0})
+
+    for number, (cls, said) in enumerate(((Anneals, r"state\.global_step is not known"), (Logs, "is not"))):
+        task = task_of(tmp_path / str(number), trainer(tmp_path, cls=cls))
+        model = build_model(task, 0, CPU).module
+        with pytest.raises(TaskError, match=said):
+            task.loss(model, task.collate(TABLE))
+
+
+def test_a_model_begins_with_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"[UNK]": 0, "[PAD]": 1}, unk_token="[UNK]")), pad_token="[PAD]"
+    )
+    model = llama()
+    assert model.config.pad_token_id is None
+    made = trainer(tmp_path, model=model, processing_class=tokenizer, args=arguments(tmp_path, max_steps=1))
+    _, parcel = made._job(made)
+    task = build_task(TrainerTask, {"folder": str(parcel)}, RunFacts(total_steps=1, batch_size=8))
+    there: Any = task.model()
+    assert there.config.pad_token_id == 1
+    assert (parcel / "tokenizer.json").is_file()
+
+
+def test_a_model_that_is_built_from_a_folder_in_each_worker(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "bert", classifier())
+
+    def read() -> Any:
+        return transformers.BertForSequenceClassification.from_pretrained(folder)
+
+    task = task_of(tmp_path, trainer(tmp_path, model_init=read))
+    batch = task.collate(TABLE)
+    model = build_model(task, 0, CPU).module
+    assert task_loss(task, model, batch, 12).loss.item() > 0
+    assert len(task.optimizer(model.named_parameters()).param_groups) == 2
+
+
 def test_settings_of_the_run_come_before_those_of_the_arguments(tmp_path: Path) -> None:
     run = {"workers": {"min": 1, "max": 3}, "reduction": "exact", "data": {"shards": 6}, "steps": 4}
     made = trainer(tmp_path, run=run, eval_dataset=TOKENS, args=arguments(tmp_path, eval_strategy="epoch"))
@@ -341,7 +429,8 @@ def test_settings_of_the_run_come_before_those_of_the_arguments(tmp_path: Path) 
     assert (job.data.batch_size, job.data.shards) == (24, 6)
     assert job.evaluate is not None
     assert job.evaluate.every_steps == 1
-    assert (job.storage, job.name, parcel) == (str(tmp_path / "out"), "run", tmp_path / "out" / "run.trainer")
+    assert (job.storage, job.name, parcel) == (str(tmp_path / "out"), "run", tmp_path / "out" / "run.trainer" / "1")
+    assert made._job(made)[1].name == "2"
     stopped = trainer(
         tmp_path,
         callbacks=[EarlyStoppingCallback(2)],
