@@ -17,16 +17,24 @@ class Template:
     """The name of its module and of its job. It must not be the name of a library, which it would hide."""
     needs: Mapping[str, str]
     """The modules that it imports beside those of raytrain_plus -> the package to install."""
+    script: bool = False
+    """Whether it is a Trainer script, which is its own job."""
 
     @property
     def files(self) -> tuple[str, ...]:
         """Return the names of its files: task, job, test."""
-        return f"{self.stem}.py", f"{self.stem}.yaml", f"test_{self.stem}.py"
+        job = () if self.script else (f"{self.stem}.yaml",)
+        return f"{self.stem}.py", *job, f"test_{self.stem}.py"
 
 
 TEMPLATES = {
     "digits": Template("digits", {"sklearn": "scikit-learn"}),
     "gpt": Template("gpt", {}),
+    "trainer": Template(
+        "reviews",
+        {"transformers": "transformers", "tokenizers": "tokenizers", "accelerate": "accelerate"},
+        script=True,
+    ),
     "transformers": Template("sentiment", {"transformers": "transformers", "tokenizers": "tokenizers"}),
     "vision": Template("shapes", {}),
 }
@@ -46,15 +54,25 @@ def check_installed(name: str, installed: Callable[[str], bool]) -> None:
 
 def next_steps(name: str, folder: Path) -> list[str]:
     """Return lines for a person: what was written, and the commands to go on with."""
-    stem = TEMPLATES[name].stem
-    steps = [
-        (f"cd {folder}", ""),
-        ("pytest", "the task learns, without Ray (pip install pytest)"),
-        (f"raytrain validate {stem}.yaml", "checks the job, and tries its task on one batch"),
-        (f"raytrain run {stem}.yaml", "trains, on this machine"),
-        (f"raytrain verify {stem}.yaml --set reduction=exact --workers 1,2 --kill 1", "kills a worker: equal bits"),
-        (f"raytrain export {stem} --to model.safetensors", "writes the trained model"),
-    ]
+    stem, begin = (
+        TEMPLATES[name].stem,
+        [(f"cd {folder}", ""), ("pytest", "it learns, without Ray (pip install pytest)")],
+    )
+    if TEMPLATES[name].script:
+        steps = [
+            *begin,
+            (f"raytrain run {stem}.py --set workers.max=2", "trains, on this machine"),
+            (f"raytrain audit {stem}/run", "each row was used once in each epoch"),
+            (f"raytrain export {stem}/run --format transformers --to model", "writes what from_pretrained opens"),
+        ]
+    else:
+        steps = [
+            *begin,
+            (f"raytrain validate {stem}.yaml", "checks the job, and tries its task on one batch"),
+            (f"raytrain run {stem}.yaml", "trains, on this machine"),
+            (f"raytrain verify {stem}.yaml --set reduction=exact --workers 1,2 --kill 1", "kills a worker: equal bits"),
+            (f"raytrain export {stem} --to model.safetensors", "writes the trained model"),
+        ]
     width = max(len(command) for command, _ in steps)
     lines = [f"  {command.ljust(width)}   # {why}" if why else f"  {command}" for command, why in steps]
     return [f"{folder}: wrote {', '.join(TEMPLATES[name].files)}; next:", *lines]

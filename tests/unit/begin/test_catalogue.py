@@ -34,7 +34,10 @@ def test_the_template_digits_is_the_example() -> None:
     assert (FOLDER / "digits" / "digits.yaml").read_text() == job.replace("examples.", "").replace("jobs/", "")
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+JOBS = [name for name, template in TEMPLATES.items() if not template.script]
+
+
+@pytest.mark.parametrize("name", JOBS)
 def test_a_job_of_a_template_trains_on_while_one_worker_lives(name: str) -> None:
     stem = TEMPLATES[name].stem
     job, _ = load_job(FOLDER / name / f"{stem}.yaml")
@@ -76,3 +79,8 @@ def test_the_next_commands_are_those_of_the_written_job() -> None:
     assert commands[4].startswith("raytrain verify shapes.yaml ")
     assert commands[4].endswith(" --kill 1")
     assert commands[5] == "raytrain export shapes --to model.safetensors"
+    first, *lines = next_steps("trainer", Path("new"))
+    assert first == "new: wrote reviews.py, test_reviews.py; next:"
+    commands = [line.partition("#")[0].strip() for line in lines]
+    assert commands[1:3] == ["pytest", "raytrain run reviews.py --set workers.max=2"]
+    assert commands[4] == "raytrain export reviews/run --format transformers --to model"

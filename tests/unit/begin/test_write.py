@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -39,7 +40,22 @@ def said(*words: str) -> int:
     return left.value.code
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_written_script_makes_a_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in TEMPLATES["trainer"].needs:
+        pytest.importorskip(module)
+    assert said("init", "new", "--template", "trainer") == 0
+    monkeypatch.chdir(here / "new")
+    monkeypatch.syspath_prepend(str(here / "new"))
+    made = importlib.import_module("reviews").trainer(use_cpu=True)
+    job, parcel = made._job(made)
+    assert (job.workers.min, job.workers.max, job.epochs, job.data.batch_size) == (1, 2, 3, 32)
+    assert (parcel / "model.pt").is_file()
+    trying = TryingHere(job, [parcel])
+    trying.data()
+    assert set(trying.result().metrics) == {"eval_loss", "eval_accuracy"}
+
+
+@pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if not template.script])
 def test_the_written_task_makes_a_step(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in TEMPLATES[name].needs:
         pytest.importorskip(module)
