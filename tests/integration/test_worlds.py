@@ -115,8 +115,8 @@ def forged(rendezvous: RendezvousServer, waiting: int, says: Sequence[bytes]) ->
     with ExitStack() as stack:
         for place in sorted({place for places in found.values() for place in places}):
             for said in says:
-                # Connected members no longer listen there.
-                with suppress(ConnectionRefusedError):
+                # Connected members no longer listen there; one that has just stopped resets what waits to be accepted.
+                with suppress(ConnectionRefusedError, ConnectionResetError):
                     forger = stack.enter_context(socket.create_connection(place))
                     forger.sendall(said)
         yield
