@@ -14,6 +14,7 @@ from torch import nn
 
 from raytrain_plus import schedules
 from raytrain_plus.bring.counted import IGNORED, counted, shifts_labels
+from raytrain_plus.bring.empty import without_values
 from raytrain_plus.bring.pretrained import (
     check_folder,
     check_library,
@@ -184,17 +185,7 @@ class Model(Task):
 
     @cached_property
     def _empty(self) -> nn.Module:
-        """The model without values."""
-        # Nobody's random numbers may depend on whether it was needed.
-        with torch.random.fork_rng(devices=[]):
-            try:
-                with torch.device("meta"):
-                    return self.model()
-            except TaskError:
-                raise
-            except Exception:
-                # A function that reads values from a file.
-                return self.model().to("meta")
+        return without_values(self.model)
 
     @cached_property
     def _taken(self) -> list[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from raytrain_plus.bring.arguments import ignored, in_steps
+from raytrain_plus.bring.empty import without_values
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import SINGLE, Task, field_name
@@ -201,17 +202,7 @@ class TrainerTask(Task):
 
     @cached_property
     def _empty(self) -> nn.Module:
-        """The model without values."""
-        # Nobody's random numbers may depend on whether it was needed.
-        with torch.random.fork_rng(devices=[]):
-            try:
-                with torch.device("meta"):
-                    return self.model()
-            except TaskError:
-                raise
-            except Exception:
-                # `from_pretrained` reads values.
-                return self.model().to("meta")
+        return without_values(self.model)
 
 
 class CallingTrainerTask(TrainerTask):

@@ -376,7 +376,7 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
     """Write down what the run reported as Trainer does, and return its last words."""
     log, losses = list[dict[str, Any]](), list[float]()
     state, every = trainer.state, in_steps(trainer.args.logging_steps, result.steps)
-    since, rows, epoch = list[float](), _length(trainer.train_dataset), 0.0
+    since, rows, used, epoch = list[float](), _length(trainer.train_dataset), 0, 0.0
     events = list(read_events(open_folder(result.path)))
     # Of a step that was made again, the last one counts.
     newest = {event["step"]: event for event in events if event["kind"] == "step_committed"}
@@ -384,7 +384,8 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
         if event["kind"] == "step_committed" and newest[event["step"]] is event:
             losses.append(float(event["loss"]))
             since.append(losses[-1])
-            epoch = event["samples"] / rows if rows else float(event["epoch"])
+            used += event["samples"]
+            epoch = used / rows if rows else float(event["epoch"])
             if (event["step"] + 1) % every == 0:
                 rate = event.get("lr")
                 entry: dict[str, Any] = {"loss": sum(since) / len(since), "grad_norm": float(event["grad_norm"])}

@@ -162,6 +162,7 @@ def test_a_script_with_one_changed_import_gives_trainers_own_numbers_through_a_d
     for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy"):
         assert logged(made, name) == pytest.approx(logged(plain, name), rel=1e-5), name
         assert len(logged(made, name)) in (STEPS, 2)
+    assert made.state.epoch == pytest.approx(plain.state.epoch) == 1.0
     ours, theirs = made.evaluate(), plain.evaluate()
     assert ours["eval_accuracy"] == theirs["eval_accuracy"]
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
