@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.job.yaml import value_of
 
 _GIVEN: ContextVar[tuple[str, ...]] = ContextVar("overrides of a script", default=())
 
@@ -44,7 +45,7 @@ def with_overrides(settings: Mapping[str, Any]) -> dict[str, Any]:
         if not equals:
             raise InputError(f"'{override}' is no setting", where="--set", expected="a.b=c")
         try:
-            parsed = yaml.safe_load(value)
+            parsed = value_of(value, key)
         except yaml.YAMLError:
             raise InputError(f"'{value}' is not valid YAML", where=f"--set {key}") from None
         found = _placed(found, key.split("."), parsed)

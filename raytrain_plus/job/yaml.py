@@ -167,6 +167,22 @@ def _no_yaml(error: yaml.YAMLError, where: str) -> InputError:
     return InputError(f"is not valid YAML: {problem}", where=place)
 
 
+def value_of(text: str, key: str) -> Any:
+    """Return the value that a job file has of this text, for a setting.
+
+    Raises `yaml.YAMLError` if it is not YAML, and `JobError` if a job does not hold such a value.
+    """
+    value, problems = _read_value(text, key, f"--set {key}")
+    if problems:
+        raise JobError(problems)
+    return value
+
+
+def _read_value(text: str, key: str, where: str) -> tuple[Any, list[InputError]]:
+    node, reading = _compose(text), _YamlReader(where)
+    return (None if node is None else reading.value(node, key)), reading.problems
+
+
 class _YamlReader:
     """Turn YAML nodes into plain values; record the place of each key, and the problems found."""
 
@@ -253,16 +269,15 @@ class _YamlReader:
             )
             return
         try:
-            node = _compose(spelled)
+            value, problems = _read_value(spelled, key, where)
         except _TooLarge as error:
             self.problems.append(_no_yaml(error, f"--set {key}"))
             return
         except yaml.YAMLError:
             mark = yaml.Mark("--set", 0, 0, 0, "", 0)
-            node = yaml.ScalarNode(f"{_TAG}str", spelled, mark, mark)
-        inner = _YamlReader(where)
-        value = None if node is None else inner.value(node, key)
-        self.problems += inner.problems
+            inner = _YamlReader(where)
+            value, problems = inner.value(yaml.ScalarNode(f"{_TAG}str", spelled, mark, mark), key), inner.problems
+        self.problems += problems
         *groups, last = key.split(".")
         for group in groups:
             entry = values.setdefault(group, {})

@@ -27,12 +27,17 @@ def test_a_script_has_its_folder_its_arguments_and_the_settings(tmp_path: Path) 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     before = list(sys.argv), list(sys.path)
-    run_script(script, ["workers.max=3", "reduction=exact", "parallel.sharded=full", "steps=5"], ["--lr", "1"])
+    run_script(
+        script,
+        ["workers.max=3", "reduction=exact", "parallel.sharded=full", "steps=5", "clip_norm=1e-3"],
+        ["--lr", "1"],
+    )
     settings = {
         "workers": {"min": 2, "max": 3},
         "reduction": "exact",
         "parallel": {"sharded": "full"},
         "steps": 5,
+        "clip_norm": 0.001,
     }
     told = (tmp_path / "told.json").read_text()
     assert json.loads(told) == ["__main__", ["--lr", "1"], "beside", settings]
