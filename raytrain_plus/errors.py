@@ -23,7 +23,7 @@ No error contains a credential of an address: each error strips its texts when i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from raytrain_plus.credentials import without_credentials
 
@@ -31,6 +31,16 @@ from raytrain_plus.credentials import without_credentials
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text; the name of its type if it has none."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+LISTED = 3
+"""Maximum number of names in a message."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first of these names as text."""
+    every = list(names)
+    return ", ".join(every[:LISTED]) + ", ..." * (len(every) > LISTED)
 
 
 def _told(text: str) -> str:

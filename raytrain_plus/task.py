@@ -186,8 +186,8 @@ class Task:
         `outputs`: for each name for which `evaluate` returned a value per row (a label, a score, a row of logits), the
         tensor over all held-out rows, in their order, on the CPU. Rows of numbers that are longer in some batches than
         in others are filled up with -100. Called on one worker in each evaluation; the outputs must fit into the memory
-        of each worker. Numbers that `evaluate` returned are averaged as ever, and the values
-        of rows only given to this method. Metric objects of torchmetrics are used here, on the whole set:
+        of each worker. Numbers that `evaluate` returned are averaged as ever, and the values of rows only given to this
+        method. Metric objects of torchmetrics are used here, on the whole set:
 
             def evaluate(self, model, batch):
                 scores = model(batch["x"])

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
-from raytrain_plus.errors import TaskError
+from raytrain_plus.task import Task
+from raytrain_plus.training.model.model import model_without_values
 
 
-def without_values(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that `build` returns, without values. It leaves the random numbers of others alone."""
+def without_values(task: Task) -> nn.Module:
+    """Return the model of a task without values. It leaves the random numbers of others alone."""
     with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                return build()
-        except TaskError:
-            raise
-        except Exception:
-            # It reads values from a file.
-            return build().to("meta")
+        empty = model_without_values(task)
+        # One that reads values from a file is built with them.
+        return task.model().to("meta") if empty is None else empty

@@ -20,13 +20,11 @@ from raytrain_plus.bring.pretrained import (
     check_library,
     class_of,
     config_of,
-    empty_model,
-    listed,
     read_model,
     taken_by,
 )
 from raytrain_plus.data.values.collate import MASK, pad
-from raytrain_plus.errors import InputError, TaskError
+from raytrain_plus.errors import InputError, TaskError, listed
 from raytrain_plus.job.task_loader import load_function
 from raytrain_plus.task import Task
 
@@ -88,7 +86,7 @@ class Model(Task):
         config = config_of(self.folder, self._config, "args.folder")
         cls = class_of(config, self._head, "args.folder")
         if torch.get_default_device().type == "meta":
-            empty: nn.Module = empty_model(cls, config)
+            empty: nn.Module = cls(config)
             return empty
         model, self._new = read_model(self.folder, config, cls, "args.folder")
         trained: nn.Module = model.train()
@@ -185,7 +183,7 @@ class Model(Task):
 
     @cached_property
     def _empty(self) -> nn.Module:
-        return without_values(self.model)
+        return without_values(self)
 
     @cached_property
     def _taken(self) -> list[str]:

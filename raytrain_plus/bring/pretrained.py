@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from raytrain_plus.errors import TaskError, first_line
+from raytrain_plus.errors import TaskError, first_line, listed
 from raytrain_plus.runs.pretrained_folder import CONFIG, quiet
+from raytrain_plus.training.model.opened_weights import INDEX, MODEL
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-LISTED = 3
-"""Maximum number of weights that a message names."""
 
 
 def check_library(where: str) -> None:
@@ -40,11 +38,11 @@ def check_folder(folder: Path, where: str) -> None:
         raise TaskError(f"there is no folder {folder}", where=where, expected=f"{written}, which every worker can read")
     if not (folder / CONFIG).is_file():
         raise TaskError(f"{folder} has no {CONFIG}", where=where, expected=written)
-    if any((folder / name).is_file() for name in WEIGHTS):
+    if any((folder / name).is_file() for name in (MODEL, INDEX)):
         return
     pickled = [name for name in PICKLES if (folder / name).is_file()]
     raise TaskError(
-        f"{folder} has its weights as a pickle only, {pickled[0]}" if pickled else f"{folder} has no {WEIGHTS[0]}",
+        f"{folder} has its weights as a pickle only, {pickled[0]}" if pickled else f"{folder} has no {MODEL}",
         where=where,
         expected=written,
         remedy="open it where it is trusted, and write it anew with model.save_pretrained(folder)" if pickled else "",
@@ -146,19 +144,7 @@ def read_model(
     return model, sorted(lacking)
 
 
-def empty_model(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """Return the model without values."""
-    with torch.device("meta"):
-        return cls(config)
-
-
 def taken_by(model: nn.Module) -> list[str]:
     """Return the names of the arguments of a model's forward pass."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [name for name, one in inspect.signature(model.forward).parameters.items() if one.kind in kinds]
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the first of these names as text."""
-    every = list(names)
-    return ", ".join(every[:LISTED]) + ", ..." * (len(every) > LISTED)

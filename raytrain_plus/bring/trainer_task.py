@@ -39,7 +39,11 @@ class TrainerTask(Task):
 
     def _state(self) -> Any:
         """Return what the trainer's methods see as `state`."""
-        return _Unknown()
+        # A step must not depend on what was before.
+        return Unknown(
+            "state.{} is not known where the loss of a batch is computed",
+            "write a Task, whose `run` has the number of steps, or a scheduler for what changes with the step",
+        )
 
     def model(self) -> nn.Module:
         """See `Task`."""
@@ -102,10 +106,6 @@ class TrainerTask(Task):
             collator.seed, collator._generator_pid = 1, os.getpid()
         features = _items(table, trainer.item_kinds)
         if not trainer.columns_removed and trainer.args.remove_unused_columns:
-            if trainer._signature_columns is None:
-                # Rows are read before the model is built.
-                trainer.model = self._empty
-                trainer._set_signature_columns_if_needed()
             collator = trainer._get_collator_with_removed_columns(collator)
         batch = _plain(collator(features))
         if len(features) != _rows(batch):
@@ -202,7 +202,7 @@ class TrainerTask(Task):
 
     @cached_property
     def _empty(self) -> nn.Module:
-        return without_values(self.model)
+        return without_values(self)
 
 
 class CallingTrainerTask(TrainerTask):
@@ -246,17 +246,17 @@ class CallingTrainerTask(TrainerTask):
                 )
 
 
-class _Unknown:
-    """Stands for a trainer's `state` where a step is computed, which must not depend on what was before."""
+class Unknown:
+    """Stands for what a trainer does not have where the loss of a batch is computed."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self._what, self._remedy = what, remedy
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
+            # Such as those that pickling looks for.
             raise AttributeError(name)
-        raise TaskError(
-            f"state.{name} is not known where the loss of a batch is computed",
-            where="Trainer",
-            remedy="write a Task, whose `run` has the number of steps, or a scheduler for what changes with the step",
-        )
+        raise TaskError(self._what.format(name), where="Trainer", remedy=self._remedy)
 
 
 class _Named:

@@ -32,8 +32,8 @@ from transformers.utils import is_datasets_available
 from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, settings_of_arguments
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
-from raytrain_plus.bring.trainer_task import kind_of, masks_at_random, prepared
-from raytrain_plus.errors import InputError, RunError, TaskError
+from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
+from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.launch.runner import run as run_job
@@ -182,6 +182,9 @@ class _Elastic:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what the workers need: everything that the constructor and the class keep, without model and data."""
+        trainer: Any = self
+        # Of the model, which does not come along: rows are read before workers build it.
+        trainer._set_signature_columns_if_needed()
         state = {name: value for name, value in vars(self).items() if name not in _LEFT}
         return {**state, "callbacks_called": _callbacks(self)}
 
@@ -191,7 +194,10 @@ class _Elastic:
         # A cached property: the device of the machine where the trainer was made.
         vars(state["args"]).pop("_setup_devices", None)
         trainer: Any = self
-        trainer.callback_handler = _Silent()
+        trainer.callback_handler = Unknown(
+            "self.log is not offered where the loss of a batch is computed",
+            "return more metrics from a Task of your own; the loss, rate and gradient norm are logged",
+        )
         # Before the accelerator is made: looking for the device sets its state back.
         _ = trainer.args.device
         trainer.create_accelerator_and_postprocess()
@@ -212,19 +218,6 @@ class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[mis
             **super().__getstate__(),
             "_gen_kwargs": {name: value for name, value in given.items() if value is not None},
         }
-
-
-class _Silent:
-    """Stands for a trainer's callbacks where a step is computed."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise TaskError(
-            "self.log is not offered where the loss of a batch is computed",
-            where="Trainer",
-            remedy="return more metrics from a Task of your own; the loss, rate and gradient norm are logged",
-        )
 
 
 def _overrides(trainer: Any, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Folders of tiny models, as `save_pretrained` writes them."""
+"""Tiny models of Transformers, and folders of them as `save_pretrained` writes them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+def llama(**settings: Any) -> Any:
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+    }
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**small, **settings}))
 
 
 def t5() -> Any:
@@ -55,16 +55,15 @@ def vit() -> Any:
 
 
 def bert(kind: str = "BertForMaskedLM", **settings: Any) -> Any:
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-        **settings,
-    )
-    return getattr(transformers, kind)(config)
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 16,
+    }
+    return getattr(transformers, kind)(transformers.BertConfig(**{**small, **settings}))
 
 
 KINDS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit, "bert": bert}

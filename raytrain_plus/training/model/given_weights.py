@@ -12,12 +12,10 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from raytrain_plus.errors import TaskError
+from raytrain_plus.errors import TaskError, listed
 from raytrain_plus.task import Task, WeightFiles
 from raytrain_plus.training.model.opened_weights import WHERE, OpenedWeights, open_weights
 
-LISTED = 3
-"""Maximum number of names in a message."""
 NONE_TIED: Mapping[str, str] = MappingProxyType({})
 
 
@@ -187,12 +185,6 @@ class GivenWeights:
                 where=WHERE,
                 remedy="build the model with the sizes of the files, or name the weight in `new`",
             )
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the first of these names as text."""
-    every = list(names)
-    return ", ".join(every[:LISTED]) + ", ..." * (len(every) > LISTED)
 
 
 def _is_new(name: str, files: WeightFiles) -> bool:

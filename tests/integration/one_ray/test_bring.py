@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from raytrain_plus import Data, Evaluate, Job, Parallel, Workers
 from raytrain_plus.cli.main import main
 from raytrain_plus.runs.export import Which, export_to
 from tests.integration.elastic import Run, ended, job
+from tests.support.pretrained import bert, llama
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
@@ -45,31 +47,10 @@ def texts(folder: Path, rows: int = 300) -> Path:
     return folder
 
 
-def bert(kind: str = "BertForMaskedLM") -> Any:
+def made(build: Callable[..., Any]) -> Any:
+    """Return a model of two layers, always with the same values."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=16,
-    )
-    return getattr(transformers, kind)(config)
-
-
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return build(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
 
 
 def brought(tmp_path: Path, name: str, folder: Path, **changes: Any) -> Job:
@@ -94,7 +75,7 @@ def vars_of(made: Job) -> dict[str, Any]:
 
 
 def test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_opens(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "bert", bert())
+    folder = write_folder(tmp_path / "bert", made(bert))
     texts(tmp_path / "data")
     args = {"head": "SequenceClassification"}
     expected = ended(Run(brought(tmp_path, "one", folder, args=args, workers=Workers(min=1))))
@@ -118,13 +99,13 @@ def test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_
 
 
 def test_a_causal_model_is_sharded_or_cut_by_its_own_plan_and_generates(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "llama", llama())
+    folder = write_folder(tmp_path / "llama", made(llama))
     texts(tmp_path / "data")
-    made = {"workers": Workers(min=2)}
+    two = {"workers": Workers(min=2)}
     expected = ended(Run(brought(tmp_path, "one", folder, workers=Workers(min=1))))
-    sharded = Run(brought(tmp_path, "sharded", folder, parallel=Parallel(sharded="optimizer"), **made))
+    sharded = Run(brought(tmp_path, "sharded", folder, parallel=Parallel(sharded="optimizer"), **two))
     assert ended(sharded) == expected
-    cut = Run(brought(tmp_path, "cut", folder, parallel=Parallel(tensor=2), **made))
+    cut = Run(brought(tmp_path, "cut", folder, parallel=Parallel(tensor=2), **two))
     assert ended(cut)[1] == pytest.approx(expected[1], rel=1e-4)
     to = tmp_path / "exported"
     export_to(str(cut.folder), "", to, "transformers", Which())

@@ -24,6 +24,7 @@ from raytrain_plus.bring.transformers import Trainer
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.result import Result
 from raytrain_plus.storage.folders.local import LocalFolder
+from tests.support.pretrained import bert
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
@@ -65,17 +66,16 @@ def accuracy(given: Any) -> dict[str, float]:
 
 def model() -> Any:
     torch.manual_seed(0)
-    config = transformers.BertConfig(
+    return bert(
+        "BertForSequenceClassification",
         vocab_size=64,
         hidden_size=32,
         num_hidden_layers=2,
-        num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=32,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    return transformers.BertForSequenceClassification(config)
 
 
 def trainer(cls: Any, out: Path, order: list[int], batch: int, **given: Any) -> Any:

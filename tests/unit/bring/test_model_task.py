@@ -18,7 +18,7 @@ from raytrain_plus.runs.pretrained_folder import write_folder
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
-from tests.unit.bring.folders import KINDS, bert, gpt2, rows, saved
+from tests.support.pretrained import KINDS, bert, gpt2, rows, saved
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
-from tests.unit.bring.folders import bert, gpt2, llama, saved, t5
+from tests.support.pretrained import bert, gpt2, llama, saved, t5
 
 CPU = torch.device("cpu")
 TOKENS = [{"input_ids": [4 + n % 9] * (2 + n % 5), "label": n % 2} for n in range(12)]
