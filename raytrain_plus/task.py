@@ -113,6 +113,17 @@ class Task:
         """
         return None
 
+    def rebuilt(self) -> Sequence[str]:
+        """Return patterns of frozen weights that a run does not save, such as ["backbone.*"]. Default: none.
+
+        Each worker builds them by itself, also one that joins later: `model`, `layers` or `weights` give them the same
+        values whenever they are called, for example those of a file that stays where it is. In checkpoints, and in what
+        workers send one another, a SHA-256 of its values stands for each; with other values, a run does not continue.
+        An export needs the task and the file. In a pattern, * stands for any text; weights that are trained are saved
+        even if one fits.
+        """
+        return ()
+
     def tied(self) -> Mapping[str, str]:
         """Return the parameters tied across `layers`, such as {"head.out.weight": "embed.tokens.weight"}.
 

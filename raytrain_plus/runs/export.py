@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
 from raytrain_plus.runs.pretrained_folder import FromFolder, write_folder
 from raytrain_plus.runs.program import exported, taken
-from raytrain_plus.state.entry import to_export
+from raytrain_plus.state.entry import REBUILT, to_export
 from raytrain_plus.state.finite import not_finite
 from raytrain_plus.state.slices import joined
 from raytrain_plus.state.stored.checkpoint import Found, read_tensors
@@ -41,9 +42,9 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.rebuilt import as_whole, check_same
 from raytrain_plus.training.step.build import task_of
 
-Weights = Mapping[str, torch.Tensor]
 CPU = torch.device("cpu")
 _TREE = has.object_of(persistent=has.list_of(has.text))
 _SHARED = has.table_of(has.text)
@@ -62,6 +63,15 @@ class Which:
 
 
 NEWEST = Which()
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights and persistent buffers of a model, by their names in its `state_dict`."""
+
+    values: Mapping[str, torch.Tensor]
+    rebuilt: Mapping[str, str] = field(default_factory=dict)
+    """The digests of the frozen weights that the run has not saved: see `Task.rebuilt`."""
 
 
 def load(
@@ -121,8 +131,8 @@ def which_of(path: str | Path, which: Which) -> tuple[str | Path, Which]:
     return (path, which) if at is None else (at[0], Which(name=at[1]))
 
 
-def weights_of(run: Folder, which: Which) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Return a complete checkpoint of a run, and the model's tensors by their names in the `state_dict`.
+def weights_of(run: Folder, which: Which) -> tuple[Manifest, Weights]:
+    """Return a complete checkpoint of a run, and what it has of the model.
 
     If none is chosen, it is the newest that is not damaged; others are skipped with a warning on stderr. Raises
     `InputError` if there is no complete checkpoint, or not the chosen one, or a still newer one was written by a newer
@@ -134,7 +144,7 @@ def weights_of(run: Folder, which: Which) -> tuple[Manifest, dict[str, torch.Ten
         if found.error is not None and not isinstance(found.error, DamagedError):
             raise found.error
         manifest, why = found.manifest, found.why if found.damaged or chosen else ""
-        weights: dict[str, torch.Tensor] = {}
+        weights = Weights({})
         if manifest is not None:
             weights, why = _read(run, manifest)
         if why:
@@ -177,59 +187,68 @@ def _chosen(run: Folder, which: Which) -> list[Found]:
     return fits[:1]
 
 
-def _read(run: Folder, manifest: Manifest) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the model's tensors in a checkpoint, and why they cannot be used; empty if they can."""
+def _read(run: Folder, manifest: Manifest) -> tuple[Weights, str]:
+    """Return what a checkpoint has of the model, and why it cannot be used; empty if it can."""
     if wrong := _TREE(manifest.tree) or _SHARED(manifest.tree.get("shared", {})):
-        return {}, f"invalid manifest: {wrong}"
+        return Weights({}), f"invalid manifest: {wrong}"
     buffers = set(manifest.tree["persistent"])
     names = [
         name
         for name in to_export(manifest.tensors)
         if not name.startswith("buffer/") or name.partition("/")[2] in buffers
     ]
+    digests = [name for name in manifest.tensors if name.startswith(REBUILT)]
     try:
-        tensors = read_tensors(run, manifest, dict.fromkeys(names))
+        tensors = read_tensors(run, manifest, dict.fromkeys([*names, *digests]))
     except DamagedError as error:
-        return {}, f"{error.where}: {error.what}"
+        return Weights({}), f"{error.where}: {error.what}"
+    rebuilt = as_whole({name.removeprefix(REBUILT): tensors.pop(name)[2].tobytes().hex() for name in digests})
     cuts = {name: (kind, fused) for name, (kind, fused) in manifest.tree.get("cuts", {}).items()}
     whole = joined(tensors, cuts)
     weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in whole.items()}
     trained = {whole_weight(name) for group in manifest.tree.get("groups") or () for name in group["parameters"]}
     bad = not_finite((name, value) for name, value in weights.items() if name in trained)
     # Older versions wrote such checkpoints.
-    return weights, f"'{bad[0]}' holds NaN or infinity" if bad else ""
+    return Weights(weights, rebuilt), f"'{bad[0]}' holds NaN or infinity" if bad else ""
 
 
-def _from_file(file: Path) -> dict[str, torch.Tensor]:
+def _from_file(file: Path) -> Weights:
     try:
-        return safetensors.torch.load_file(file)
-    except (OSError, safetensors.SafetensorError) as error:
+        with safetensors.safe_open(file, "pt") as opened:
+            rebuilt = json.loads((opened.metadata() or {}).get("rebuilt", "{}"))
+            return Weights({name: opened.get_tensor(name) for name in opened.keys()}, rebuilt)  # noqa: SIM118
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise InputError(f"not a valid safetensors file: {error}", where=str(file)) from None
 
 
 def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
     """Copy tensors into a model by name; for tied tensors one name is enough.
 
-    Raises `InputError` if names or shapes do not match; the model is then unchanged.
+    Raises `InputError` if names or shapes do not match, or if the model's frozen weights are not those that the run has
+    not saved; the model is then unchanged.
     """
+    values = weights.values
     mine = model.state_dict(keep_vars=True)
     aliases: dict[int, list[str]] = {}
     for name, value in mine.items():
         aliases.setdefault(id(value), []).append(name)
-    given = {alias for name in weights for alias in (aliases[id(mine[name])] if name in mine else [name])}
+    given = {
+        alias for name in (*values, *weights.rebuilt) for alias in (aliases[id(mine[name])] if name in mine else [name])
+    }
     wrong = [f"{name} is not in the model" for name in sorted(given - mine.keys())]
     wrong += [f"{name} is only in the model" for name in sorted(mine.keys() - given)]
     wrong += [
         f"{name} is {list(value.shape)}, {list(mine[name].shape)} in the model"
-        for name, value in weights.items()
+        for name, value in values.items()
         if name in mine and value.shape != mine[name].shape
     ]
     if wrong:
         raise InputError(
             f"the weights do not match the model: {'; '.join(wrong[:3])}" + "; ..." * (len(wrong) > 3), where=where
         )
+    check_same(model, weights.rebuilt, where)
     with torch.no_grad():
-        for name, value in weights.items():
+        for name, value in values.items():
             mine[name].copy_(value)
 
 
@@ -248,7 +267,7 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
     folder = find_run(str(at), storage)
     takes = ""
     if kind == "safetensors":
-        manifest = export_weights(folder, to, which, dtype)
+        manifest = export_weights(folder, to, [Path.cwd()], which, dtype)
     elif kind == "transformers":
         manifest = export_folder(folder, to, [Path.cwd()], which)
     else:
@@ -258,14 +277,23 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
     return f"{to}: the model {after_step(manifest.step)} of {of}{takes}"
 
 
-def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "fp32") -> Manifest:
+def export_weights(
+    run: Folder, to: Path, roots: Sequence[Path] = (), which: Which = NEWEST, dtype: str = "fp32"
+) -> Manifest:
     """Write the weights of a run to a safetensors file; return the manifest of their checkpoint.
+
+    `roots`: where the task is found, which builds the frozen weights that the run has not saved, if there are such.
 
     `dtype`: `fp32` writes what the checkpoint has; `bf16` rounds floating-point weights with more digits to bfloat16.
     Buffers, such as running statistics, stay as they are. A tied weight is in the file under each name that it has in
     the model's `state_dict`, so that `load_state_dict` finds them all; older versions did not record these names.
     """
-    manifest, weights = weights_of(run, which)
+    manifest, held = weights_of(run, which)
+    weights = dict(held.values)
+    if held.rebuilt:
+        _, module = _trained(run, *_job_and_code(run, roots), held, manifest.step + 1)
+        named = dict(module.named_parameters(remove_duplicate=False))
+        weights |= {name: named[name].detach() for name in held.rebuilt}
     if dtype == "bf16":
         buffers = {name.partition("/")[2] for name in manifest.tensors if name.startswith("buffer/")}
         weights = rounded(weights, weights.keys() - buffers)
@@ -276,7 +304,7 @@ def export_weights(run: Folder, to: Path, which: Which = NEWEST, dtype: str = "f
     return manifest
 
 
-def rounded(weights: Weights, names: Collection[str]) -> dict[str, torch.Tensor]:
+def rounded(weights: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the tensors; the floating-point ones among `names` are rounded to the nearest bfloat16."""
     wide = (torch.float32, torch.float64)
     return {

@@ -8,6 +8,10 @@ from typing import Literal
 
 OF_MODEL = ("param/", "buffer/", "ema/")
 """How the names of tensors begin that belong to the model rather than the optimizer."""
+REBUILT = "rebuilt/"
+"""How the names of digests begin, which stand for frozen weights that each worker builds by itself."""
+OF_LAYERS = (*OF_MODEL, REBUILT)
+"""How the names of tensors begin that exist before any step."""
 
 
 Cut = tuple[Literal["column", "row", "vocabulary"], int]
@@ -27,7 +31,7 @@ class StateTensor:
     size: int
     """Its size in bytes."""
     scalar: bytes = b""
-    """The value of a tensor without dimensions, as a little-endian float64."""
+    """The value of a tensor without dimensions, as a little-endian float64; of a digest, itself."""
     held: tuple[int, int] | None = None
     """The rows [first, last) that a worker has of it; None for all."""
     cut: Cut | None = None

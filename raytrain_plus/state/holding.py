@@ -1,7 +1,8 @@
 """A worker's training state: everything that a step changes, as named tensors and a JSON tree.
 
 Names: `param/<name>`, `buffer/<name>` (non-persistent buffers too), `optim/<parameter>/<key>`, `ema/<name>`, and for
-tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. Tied parameters appear once. If
+tensors among settings `group/...` and `scheduler/...`; in the hash also `scale/loss`. A frozen weight that each worker
+builds by itself has only a digest, `rebuilt/<name>`. Tied parameters appear once. If
 the optimizer's state is sharded, what belongs to rows of weights has keys with the rows beside the name: see
 `weight_rows`.
 """
@@ -21,7 +22,7 @@ from torch import nn
 from raytrain_plus.device_copies import StateCopies
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.pieces import Piece
-from raytrain_plus.state.entry import Cut
+from raytrain_plus.state.entry import REBUILT, Cut
 from raytrain_plus.state.json_tree import Json, from_json, to_json
 from raytrain_plus.state.weight_rows import TensorKey, key_of, name_of
 
@@ -108,7 +109,7 @@ class Holding:
     parameters: Sequence[tuple[str, nn.Parameter]]
     """The trained parameters; if the optimizer's state is sharded, rows of them, under the names of their weights."""
     frozen: Sequence[tuple[str, nn.Parameter]]
-    """The parameters that are not trained."""
+    """The parameters that are not trained, without those that each worker builds by itself."""
     optimizer: torch.optim.Optimizer | None
     """None if nothing is trained."""
     scheduler: Any
@@ -134,6 +135,9 @@ class Holding:
     """Further names in the model's `state_dict` of tensors that have several -> their names in the state, without the
     kind; both as in the model that is not cut."""
 
+    rebuilt: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The digests of the others, by the parameters' names: 32 bytes each."""
+
     @property
     def rows(self) -> Iterable[Piece | None]:
         """For each of the optimizer's parameters, the rows of a weight that it is; None for each if it is a weight."""
@@ -141,7 +145,7 @@ class Holding:
 
 
 def model_state(holding: Holding, *, with_values: bool = False) -> dict[TensorKey, torch.Tensor]:
-    """Return parameters, their averages and buffers: the state that exists before any step.
+    """Return parameters, or their digests, their averages and buffers: the state that exists before any step.
 
     `with_values`: also the rows held here of weights that are the same on all workers, beside these weights.
     """
@@ -150,6 +154,7 @@ def model_state(holding: Holding, *, with_values: bool = False) -> dict[TensorKe
     trained = _by_rows(holding, "param", holding.parameters)
     tensors = {key: value for key, value in trained.items() if name_of(key) not in whole}
     tensors |= {f"param/{name}": value.detach() for name, value in (*shared, *holding.frozen)}
+    tensors |= {f"{REBUILT}{name}": digest for name, digest in holding.rebuilt.items()}
     tensors |= _by_rows(holding, "ema", holding.averages)
     return tensors | {f"buffer/{name}": value.detach() for name, value in holding.buffers.items()}
 
@@ -171,7 +176,7 @@ def optimized(holding: Holding) -> Iterator[tuple[Piece | None, str, dict[str, A
 
 
 def listed_weights(holding: Holding) -> dict[str, bool]:
-    """Return the names of the parameters, and whether the optimizer has a state of each."""
+    """Return the names of the parameters that are saved, and whether the optimizer has a state of each."""
     stateful = {name for _, name, state in optimized(holding) if state}
     listed = [name for name, _ in (holding.parameters if holding.layout is None else holding.layout.whole)]
     listed += [rows.name for rows in (() if holding.layout is None else holding.layout.rows) if rows.first < rows.last]

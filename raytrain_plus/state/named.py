@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from raytrain_plus.state.entry import StateTensor
+from raytrain_plus.state.entry import REBUILT, StateTensor
 
 
 def named_state(
@@ -68,6 +68,8 @@ def state_sha256(state: dict[str, torch.Tensor]) -> str:
 def entry_of(name: str, tensor: torch.Tensor) -> StateTensor:
     """Return the entry of a tensor of the state."""
     scalar = b"" if tensor.dim() else bytes_of(tensor.cpu().to(torch.float64)).numpy().tobytes()
+    if name.startswith(REBUILT):
+        scalar = bytes_of(tensor).numpy().tobytes()
     size = tensor.numel() * tensor.element_size()
     return StateTensor(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), size=size, scalar=scalar)
 

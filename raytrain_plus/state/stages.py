@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.state.entry import OF_MODEL
+from raytrain_plus.state.entry import OF_LAYERS
 from raytrain_plus.state.weight_rows import TensorKey, name_of
 
 Tree = Any
@@ -22,7 +22,7 @@ Wanted = Callable[[str], bool]
 
 REST = ""
 
-_OF_LAYERS = (*OF_MODEL, "optim/")
+_WITH_OPTIMIZER = (*OF_LAYERS, "optim/")
 
 
 def layer_of(key: TensorKey) -> str | None:
@@ -32,7 +32,7 @@ def layer_of(key: TensorKey) -> str | None:
     ('block1', None, 'head')
     """
     name = name_of(key)
-    if not name.startswith(_OF_LAYERS):
+    if not name.startswith(_WITH_OPTIMIZER):
         return None
     return name.partition("/")[2].partition("/")[0].partition(".")[0]
 

@@ -17,7 +17,7 @@ import xxhash
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.pieces import Piece, Pieces
-from raytrain_plus.state.entry import OF_MODEL
+from raytrain_plus.state.entry import OF_LAYERS, REBUILT
 from raytrain_plus.state.holding import (
     Holding,
     describe_state,
@@ -137,7 +137,7 @@ def hashed(snapshot: Snapshot) -> dict[str, torch.Tensor]:
     state = {
         name: unpacked(packed, cpu)
         for name, packed in tensors.items()
-        if name.startswith(("param/", "ema/")) or name in persistent
+        if name.startswith(("param/", "ema/", REBUILT)) or name in persistent
     }
     for parameter, values in tree["optimizer"].items():
         held = from_json(values, lambda name, on_cpu: unpacked(tensors[name], cpu))
@@ -149,7 +149,7 @@ def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     """Swap a snapshot in. Raises `TaskError` if it is of another model, before changing anything."""
     tree = json.loads(snapshot.values)
     targets = model_state(holding)
-    given = {key for key in snapshot.tensors if name_of(key).startswith(OF_MODEL)}
+    given = {key for key in snapshot.tensors if name_of(key).startswith(OF_LAYERS)}
     unknown = set(tree["optimizer"]) - dict(holding.parameters).keys()
     differing = sorted(map(str, (given ^ targets.keys()) | unknown))
     if differing:
@@ -157,11 +157,25 @@ def load_snapshot(snapshot: Snapshot, holding: Holding) -> None:
     for key, target in targets.items():
         if tuple(target.shape) != snapshot.tensors[key][1]:
             raise TaskError(f"the task built another model than on other workers: {key} has another shape")
+    _check_rebuilt(snapshot, holding)
 
     with torch.no_grad():
         load_tree(tree, holding, lambda key, device: unpacked(snapshot.tensors[key], device))
         for key, target in targets.items():
             _fill(target, snapshot.tensors[key])
+
+
+def _check_rebuilt(snapshot: Snapshot, holding: Holding) -> None:
+    """Raise `TaskError` if a frozen weight that was built here is not the one that the state was made with."""
+    for name, digest in holding.rebuilt.items():
+        if not np.array_equal(snapshot.tensors[f"{REBUILT}{name}"][2], digest.numpy()):
+            raise TaskError(
+                f"the frozen weight '{name}' has other values than those that the run began with",
+                where="Task.rebuilt",
+                expected="the same values from `model`, `layers` or `weights` on each machine, and whenever they are "
+                "called",
+                remedy="put back the files that the run began with, on each machine",
+            )
 
 
 def unpacked(packed: Packed, device: torch.device) -> torch.Tensor:

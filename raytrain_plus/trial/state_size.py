@@ -17,6 +17,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import layer_names, model_without_values
+from raytrain_plus.training.model.rebuilt import fits, patterns_of
 from raytrain_plus.training.weights.masters import copy_bytes
 from raytrain_plus.training.weights.shardable import optimizer_bytes
 
@@ -78,11 +79,13 @@ def count_state(job: Job, task: Task) -> StateSize | None:
         return None
     named = list(model.named_parameters())
     exact = EXACT_BYTES if job.reduction == "exact" else 0
-    weights = frozen = changed = masters = gradients = 0
+    weights = frozen = changed = masters = gradients = rebuilt = 0
+    patterns = patterns_of(task)
     layers = defaultdict[str, int](int)
     for name, value in named:
         if not value.requires_grad:
             frozen += value.nbytes
+            rebuilt += value.nbytes if fits(name, patterns) else 0
             continue
         own = copy_bytes(value) if job.precision == "bf16-params" else value.nbytes
         summed = value.numel() * exact + value.nbytes
@@ -98,7 +101,7 @@ def count_state(job: Job, task: Task) -> StateSize | None:
         masters=masters,
         gradients=gradients,
         kept=kept,
-        saved=frozen + changed + kept,
+        saved=frozen - rebuilt + changed + kept,
         largest=max(layers.values()) if layered else weights + gradients,
         layered=layered,
     )

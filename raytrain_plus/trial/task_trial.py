@@ -83,6 +83,7 @@ _TAKES: Mapping[str, tuple[str, ...]] = {
     "layers": (),
     "model": (),
     "weights": (),
+    "rebuilt": (),
     "optimizer": ("parameters",),
     "scheduler": ("optimizer",),
     "loss": ("model", "batch"),

@@ -782,3 +782,21 @@ class Begun(Faulty):
 
     def weights(self) -> WeightFiles | None:
         return None if self.itself else WeightFiles(self.file)
+
+
+class Rebuilt(Begun):
+    """The same with frozen layers below the last one, which a run does not save unless they are to be `saved`."""
+
+    def __init__(self, folder: str, saved: bool = False, **others: Any) -> None:
+        super().__init__(folder, **others)
+        self.saved = saved
+
+    def parts(self) -> dict[str, Any]:
+        def frozen(build: Any) -> Any:
+            return lambda: build().requires_grad_(False)
+
+        *first, (last, build) = super().parts().items()
+        return {**{name: frozen(one) for name, one in first}, last: build}
+
+    def rebuilt(self) -> list[str]:
+        return [] if self.saved else ["*"]

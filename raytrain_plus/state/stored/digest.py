@@ -5,13 +5,15 @@ It fetches a few tensors at a time, so that no process has to hold the model, le
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from raytrain_plus.errors import Interrupted
 from raytrain_plus.membership.pieces import Piece, Pieces, assign, union
-from raytrain_plus.state.entry import StateTensor, to_export
+from raytrain_plus.membership.slice_names import whole_weight
+from raytrain_plus.state.entry import REBUILT, StateTensor, to_export
 from raytrain_plus.state.slices import Joining
 from raytrain_plus.state.stored.tensorfile import header
 
@@ -40,6 +42,7 @@ def model_file(inventories: Sequence[Sequence[StateTensor]], begin: Begin, diges
     `inventories`: for each holder, the tensors that it has, or rows of them; a row that several have comes from one of
     them. A tensor that is cut into slices is one in the file; until all of them have come, they are kept. One with
     several names is in the file under each, because `load_state_dict` expects them all; it is fetched again for each.
+    For frozen weights that are not saved there are digests: see `rebuilt_metadata`.
 
     Raises `Interrupted` if a holder delivers other sizes than its inventory lists.
     """
@@ -55,7 +58,7 @@ def model_file(inventories: Sequence[Sequence[StateTensor]], begin: Begin, diges
         for number, (_, joining, _) in enumerate(rounds)
         for entry in joining.model()
     ]
-    yield header(named, {"format": "pt"})
+    yield header(named, {"format": "pt"} | rebuilt_metadata(entries.values()))
     begun: deque[tuple[list[Part], Callable[[], Sequence[Any]], Digest | None, Joining]] = deque()
     for some, joining, hashed in rounds:
         for holder, batch in batches(some, BATCH):
@@ -65,6 +68,22 @@ def model_file(inventories: Sequence[Sequence[StateTensor]], begin: Begin, diges
                 yield from _taken(*begun.popleft())
     while begun:
         yield from _taken(*begun.popleft())
+
+
+def rebuilt_metadata(entries: Iterable[StateTensor]) -> dict[str, str]:
+    """Return what a file of the model says of the weights that it lacks: their digests in hexadecimal, as JSON.
+
+    Slices of a weight have the digest of the whole one.
+
+    >>> rebuilt_metadata([StateTensor(name="rebuilt/a@1.w", dtype="uint8", shape=(1,), size=1, scalar=b"k")])
+    {'rebuilt': '{"a.w": "6b"}'}
+    """
+    found = {
+        whole_weight(entry.name.removeprefix(REBUILT)): entry.scalar.hex()
+        for entry in entries
+        if entry.name.startswith(REBUILT)
+    }
+    return {"rebuilt": json.dumps(found)} if found else {}
 
 
 def ordered(inventories: Sequence[Sequence[StateTensor]]) -> list[tuple[int, Part]]:

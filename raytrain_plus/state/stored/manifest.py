@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import xxhash
 
 from raytrain_plus.errors import CheckpointError, DamagedError
 from raytrain_plus.state.dtypes import DTYPES
-from raytrain_plus.state.entry import OF_MODEL
+from raytrain_plus.state.entry import OF_LAYERS, REBUILT
 from raytrain_plus.storage import json_shape as has
 
 FORMAT = 1
@@ -352,7 +352,9 @@ def lacks(found: Sequence[Manifest]) -> dict[str, str]:
 
 def mismatch(stored: Mapping[str, StoredTensor], built: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
     """Describe how a model's parameters and buffers (name -> dtype, shape) differ from a checkpoint's."""
-    theirs = {name: tensor for name, tensor in stored.items() if name.startswith(OF_MODEL)}
+    theirs = {name: tensor for name, tensor in stored.items() if name.startswith(OF_LAYERS)}
+    if elsewhere := list(_rebuilt_elsewhere(theirs, built)):
+        return elsewhere
     said = [f"{_short(name)} is in the checkpoint, not in the task's model" for name in sorted(theirs.keys() - built)]
     said += [f"{_short(name)} is in the task's model, not in the checkpoint" for name in sorted(built.keys() - theirs)]
     for name in sorted(theirs.keys() & built.keys()):
@@ -363,6 +365,16 @@ def mismatch(stored: Mapping[str, StoredTensor], built: Mapping[str, tuple[str, 
                 f"{dtype} {list(shape)} in the task's model"
             )
     return said
+
+
+def _rebuilt_elsewhere(stored: Collection[str], built: Collection[str]) -> Iterator[str]:
+    """Describe the weights that are in a checkpoint as values and are rebuilt by the task, or the other way round."""
+    for name in sorted(stored):
+        kind, _, weight = name.partition("/")
+        if name.startswith(REBUILT) and f"param/{weight}" in built:
+            yield f"{weight} is not saved in the checkpoint, and Task.rebuilt does not name it"
+        elif kind == "param" and f"{REBUILT}{weight}" in built:
+            yield f"{weight} is saved in the checkpoint, and Task.rebuilt names it"
 
 
 def _short(name: str) -> str:

@@ -18,6 +18,7 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.model.added_state import plain_tensors
 from raytrain_plus.training.model.given_weights import GivenWeights, given_weights
 from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.rebuilt import patterns_of, rebuilt_weights
 
 WHOLE = ("",)
 """The names of what can be run of a model that has no layers."""
@@ -41,6 +42,8 @@ class Built:
     """For the whole model: name of a parameter that is a copy -> name of the parameter it copies."""
     woken: bool = False
     """Whether it, or one of its layers, was built in evaluation mode throughout, and is trained in training mode."""
+    rebuilt: Mapping[str, str] = field(default_factory=dict)
+    """The digests of the frozen weights that are not saved, by the weights' names in the model that is not cut."""
 
 
 def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | None = None) -> Built:
@@ -58,11 +61,13 @@ def build_model(task: Task, seed: int, device: torch.device, slicing: Slicing | 
 
 
 def model_to_load(task: Task, seed: int) -> nn.Module:
-    """Build the task's whole model on the CPU for the values of a run; those that the task has in files are not read.
+    """Build the task's whole model on the CPU for the values of a run.
 
-    Raises `TaskError` if the result is not a module.
+    Those that the task has in files are not read, unless a run saves only some of them. Raises `TaskError` if the
+    result is not a module.
     """
-    return _build_whole(task, seed, torch.device("cpu"), None).module
+    given = given_weights(task) if patterns_of(task) else None
+    return _build_whole(task, seed, torch.device("cpu"), given).module
 
 
 def _build_whole(task: Task, seed: int, device: torch.device, given: GivenWeights | None) -> Built:
@@ -73,7 +78,9 @@ def _build_whole(task: Task, seed: int, device: torch.device, given: GivenWeight
     module = _whole(task, seed, given)
     woken = _wake(module)
     children = _children(module)
-    return Built(module.to(device), tuple(children), _untied(children), woken)
+    tied = _untied(children)
+    rebuilt = rebuilt_weights(task, module.named_parameters())
+    return Built(module.to(device), tuple(children), tied, woken, rebuilt)
 
 
 def build_chunks(
@@ -95,14 +102,15 @@ def build_chunks(
     woken = _wake(module)
     children = _children(module)
     if not children and slicing is not None and len(chunks) == 1:
-        return (replace(_cut_whole(module, slicing, device), woken=woken),)
+        rebuilt = rebuilt_weights(task, module.named_parameters())
+        return (replace(_cut_whole(module, slicing, device), woken=woken, rebuilt=rebuilt),)
     if not children:
         raise _no_layers()
     tied = _untied(children)
     _check_apart(children)
     return tuple(
-        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing), woken)
-        for names in chunks
+        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing), woken, rebuilt)
+        for names, rebuilt in [(names, _rebuilt(task, names, children)) for names in chunks]
     )
 
 
@@ -244,10 +252,11 @@ def _built(
             _copy(_parameter(source, owner_name, owner), _parameter(made[at], name, copy), copy, owner)
     built = []
     for names in chunks:
+        rebuilt = _rebuilt(task, names, made)
         module = _sequence(names, made, slicing)
         if len(names) == len(layers):
             _check_module(module, "model()")
-        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), asleep))
+        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), asleep, rebuilt))
     return tuple(built)
 
 
@@ -255,6 +264,12 @@ def _sequence(names: Sequence[str], layers: Mapping[str, nn.Module], slicing: Sl
     """Return these of the layers as a module, cut into slices if they are to be."""
     own = OrderedDict((name, layers[name]) for name in names)
     return nn.Sequential(own) if slicing is None else CutLayers(*cut_layers(own, slicing))
+
+
+def _rebuilt(task: Task, names: Sequence[str], layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return the digests of the frozen weights of these layers that are not saved."""
+    own = ((f"{name}.{of}", value) for name in names for of, value in layers[name].named_parameters())
+    return rebuilt_weights(task, own)
 
 
 def _sliced(tied: Mapping[str, str], slicing: Slicing | None) -> Mapping[str, str]:

@@ -107,9 +107,10 @@ class TrainState:
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self.woken = False
         """Whether a layer, or the model, was built in evaluation mode throughout, and is trained in training mode."""
+        rebuilt: dict[str, str] = {}
         self.parts = make_parts(
             task,
-            self._noted(built if rebuild is None else rebuild()),
+            self._noted(built if rebuild is None else rebuild(), rebuilt),
             summing,
             technique,
             seed=seed,
@@ -120,7 +121,12 @@ class TrainState:
         self._build_optimizer()
         self.sums = self._sums(summing)
         """The sums of the step that is being computed, or is held."""
-        self._frozen = [pair for part in self.parts for pair in part.parameters if not pair[1].requires_grad]
+        frozen = [pair for part in self.parts for pair in part.parameters if not pair[1].requires_grad]
+        known = {name: rebuilt[whole_weight(name)] for name, _ in frozen if whole_weight(name) in rebuilt}
+        self._rebuilt = {
+            name: torch.frombuffer(bytearray.fromhex(one), dtype=torch.uint8) for name, one in known.items()
+        }
+        self._frozen = [pair for pair in frozen if pair[0] not in self._rebuilt]
         self._persistent = [
             name for part in self.parts for name, _ in part.module.named_buffers() if name in part.module.state_dict()
         ]
@@ -359,6 +365,7 @@ class TrainState:
             {name: cut for part in self.parts for name, cut in cuts_in(part.module).items()},
             self._copies,
             self._shared,
+            self._rebuilt,
         )
 
     def averaged(self, context: StepContext | None = None) -> AbstractContextManager[None]:
@@ -441,10 +448,14 @@ class TrainState:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _noted(self, built: Iterable[Built]) -> Iterator[Built]:
-        """Yield the same, and note what is to be known of it before its weights lose their memory."""
+    def _noted(self, built: Iterable[Built], rebuilt: dict[str, str]) -> Iterator[Built]:
+        """Yield the same, and note what is to be known of it before its weights lose their memory.
+
+        `rebuilt`: gets the digests of its weights that are not saved.
+        """
         for one in built:
             self.tied = one.tied
+            rebuilt |= one.rebuilt
             self.woken |= one.woken
             if self._rebuild is not None:
                 kinds = ("param",) if self.technique.decay is None else ("param", "ema")

@@ -44,7 +44,7 @@ def _show_whole(prepared: Prepared) -> str | None:
         local = run.path_of(MODEL)
         weights = safetensors.torch.load(run.read(MODEL)) if local is None else safetensors.torch.load_file(local)
         module = model_to_load(task, prepared.plan.job.seed)
-        # The file lacks what modules return from `get_extra_state`.
+        # The file lacks frozen weights that are built here, and what modules return from `get_extra_state`.
         module.load_state_dict(weights, strict=False)
     except BaseException as error:
         if is_signal(error):

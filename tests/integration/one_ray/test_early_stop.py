@@ -79,14 +79,15 @@ def test_the_best_state_is_the_model_and_a_kill_changes_nothing(tmp_path: Path) 
     assert (calm.metrics["distance"], calm.model_metrics["distance"]) == (15, 5)
     assert calm.model_step == BEST - 1
     folder = LocalFolder(Path(calm.path))
-    manifest, weights = weights_of(folder, Which(best=True))
+    manifest, best = weights_of(folder, Which(best=True))
+    weights = best.values
     assert manifest.step == BEST - 1
     exported = safetensors.torch.load(model(calm.path))
     assert exported.keys() == weights.keys()
     assert all(torch.equal(exported[name], value) for name, value in weights.items())
     newest, last = weights_of(folder, Which())
     assert newest.step == END - 1
-    assert any(not torch.equal(exported[name], value) for name, value in last.items())
+    assert any(not torch.equal(exported[name], value) for name, value in last.values.items())
 
     again = run(early(tmp_path, name="calm"), quiet=True, roots=[TASKS])
     assert (again.trained_steps, again.stopped_early) == (0, calm.stopped_early)

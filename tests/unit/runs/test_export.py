@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from raytrain_plus import Data, Job
 from raytrain_plus.errors import CheckpointError, InputError
 from raytrain_plus.runs.export import NEWEST, export_program, export_to, export_weights, load, rounded
 from raytrain_plus.runs.status import status
+from raytrain_plus.state.named import bytes_of, entry_of
 from raytrain_plus.state.stored.checkpoint import commit
+from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.training.model.model import other_names
+from raytrain_plus.training.model.rebuilt import weight_sha256
 from tests.support.datasets import write
 from tests.support.states import described, shares
 
@@ -113,6 +117,33 @@ def test_a_checkpoint_of_an_older_version_names_a_tied_weight_once(local: LocalF
         mine = model(0)
         load(source, mine)
         assert same(mine, model(14))
+
+
+def test_a_model_must_have_the_frozen_weights_that_a_run_has_not_saved(tmp_path: Path) -> None:
+    """Those of the same bytes; a file of the run's model says which these are, too."""
+    trained, run = model(9), LocalFolder(tmp_path / "run")
+    saved = {"param/first.bias": trained.first.bias.detach(), "buffer/count": trained.count}
+    digest = weight_sha256(trained.first.weight)
+    held = {**saved, "rebuilt/first.weight": torch.frombuffer(bytearray.fromhex(digest), dtype=torch.uint8)}
+    commit(run, described(9, 0, shares(run, held, name_of(9, 0), 2), tree={"persistent": ["count"]}))
+    file = tmp_path / "model.safetensors"
+    begun = [[entry_of(name, value) for name, value in held.items()]]
+    pieces = model_file(begun, lambda _, own: lambda: [bytes_of(held[one.name]).numpy() for one in own], sha256())
+    file.write_bytes(b"".join(map(bytes, pieces)))
+    assert set(safetensors.torch.load_file(file)) == {"first.bias", "count"}
+    for source in (run.path, file):
+        mine = model(9)
+        with torch.no_grad():
+            mine.first.bias.zero_()
+        load(source, mine)
+        assert same(mine, trained)
+        other = model(0)
+        with pytest.raises(InputError, match=r"the weight 'first\.weight' of the model is not the one") as found:
+            load(source, other)
+        assert digest[:16] in found.value.expected
+        assert same(other, model(0))
+        with pytest.raises(InputError, match=r"first\.weight is not in the model"):
+            load(source, nn.Linear(2, 2))
 
 
 def test_weights_are_rounded_to_bfloat16_and_buffers_are_not(local: LocalFolder, tmp_path: Path) -> None:

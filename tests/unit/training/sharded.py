@@ -58,10 +58,13 @@ class Net(nn.Module):
 
 
 class Small(Task):
-    """Two groups of parameters, a scheduler, row weights."""
+    """Two groups of parameters, a scheduler, row weights, and a frozen weight that is not saved."""
 
     def model(self) -> nn.Module:
         return Net()
+
+    def rebuilt(self) -> Sequence[str]:
+        return ["frozen.weight"]
 
     def optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         decayed = [value for name, value in parameters if value.dim() > 1]
@@ -112,6 +115,9 @@ class Layered(Small):
     def layers(self) -> dict[str, Callable[[], nn.Module]]:
         last = {"last": lambda: nn.Linear(16, 3)}
         return {"first": First, "middle": Middle, "tanh": nn.Tanh, "again": Middle, **last}
+
+    def rebuilt(self) -> Sequence[str]:
+        return ["again.*"]
 
     def tied(self) -> dict[str, str]:
         return {"again.linear.weight": "middle.linear.weight"}
