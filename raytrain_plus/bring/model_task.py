@@ -15,6 +15,7 @@ from torch import nn
 from raytrain_plus import schedules
 from raytrain_plus.bring.counted import IGNORED, counted, shifts_labels
 from raytrain_plus.bring.empty import without_values
+from raytrain_plus.bring.lora import frozen_names, is_adapted, with_adapter, without_adapter
 from raytrain_plus.bring.pretrained import (
     check_folder,
     check_library,
@@ -44,6 +45,7 @@ class Model(Task):
         head: str | None = None,
         config: Mapping[str, Any] | None = None,
         loss: str | None = None,
+        lora: Mapping[str, Any] | None = None,
         learning_rate: float = 5e-5,
         weight_decay: float = 0.0,
         warmup: float = 0.0,
@@ -55,8 +57,9 @@ class Model(Task):
         `head`: what follows `AutoModelFor`, such as `SequenceClassification`; by default the model is of the class that
         wrote the folder. `config`: settings that replace those of the folder's `config.json`, such as `num_labels`.
         `build`: `module:function`, which returns the model; in place of `folder`. `loss`: `module:function`, which
-        returns the loss of (model, batch) as `Task.loss` does; by default the model returns it. The optimizer is AdamW;
-        biases and norms have no weight decay. `warmup`: steps, or a share of the run if it is below 1.
+        returns the loss of (model, batch) as `Task.loss` does; by default the model returns it. `lora`: settings of
+        `peft.LoraConfig`; an adapter is trained, the model is frozen and keeps the dtype of the folder. The optimizer
+        is AdamW; biases and norms have no weight decay. `warmup`: steps, or a share of the run if it is below 1.
         """
         if (folder is None) == (build is None):
             raise InputError(
@@ -72,6 +75,7 @@ class Model(Task):
         self._head, self._config = head, dict(config or {})
         self._build = None if build is None else load_function(build, ())
         self._loss = None if loss is None else load_function(loss, ())
+        self._lora = None if lora is None else dict(lora)
         self._new: list[str] = []
         """The weights that the folder lacks."""
         self._rate, self._decay, self._warmup, self._schedule = learning_rate, weight_decay, warmup, schedule
@@ -81,6 +85,10 @@ class Model(Task):
 
     def model(self) -> nn.Module:
         """See `Task`. Under the meta device a folder's model has no values, and none are read."""
+        model = self._whole()
+        return model if self._lora is None else with_adapter(model, self._lora, "args.lora")
+
+    def _whole(self) -> nn.Module:
         if self.folder is None:
             return self._built()
         config = config_of(self.folder, self._config, "args.folder")
@@ -88,7 +96,8 @@ class Model(Task):
         if torch.get_default_device().type == "meta":
             empty: nn.Module = cls(config)
             return empty
-        model, self._new = read_model(self.folder, config, cls, "args.folder")
+        dtype: torch.dtype | Literal["auto"] = torch.float32 if self._lora is None else "auto"
+        model, self._new = read_model(self.folder, config, cls, "args.folder", dtype)
         trained: nn.Module = model.train()
         return trained
 
@@ -98,9 +107,14 @@ class Model(Task):
             return ()
         return (f"{self.folder} has no weights for {listed(self._new)}: they are trained from new",)
 
+    def rebuilt(self) -> Sequence[str]:
+        """See `Task`: the frozen weights of a model with an adapter."""
+        own = self._lora is None and self.folder is not None
+        return () if own or not is_adapted(self._empty) else frozen_names(self._empty)
+
     def tensor(self) -> Mapping[str, str]:
-        """See `Task`: the model's own plan."""
-        return getattr(self._empty, "tp_plan", None) or {}
+        """See `Task`: the model's own plan; one with an adapter has none."""
+        return {} if is_adapted(self._empty) else getattr(self._empty, "tp_plan", None) or {}
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """See `Task`: AdamW, with weight decay for what is neither a bias nor in a norm."""
@@ -121,7 +135,7 @@ class Model(Task):
 
     def collate(self, table: pa.Table) -> dict[str, Any]:
         """See `Task`: the columns that the model takes, padded; the labels of a causal model are its tokens."""
-        causal = shifts_labels(self._empty)
+        causal = shifts_labels(without_adapter(self._empty))
         if "labels" not in table.column_names and not causal:
             named = next((name for name in LABELS if name in table.column_names), None)
             table = table.rename_columns(["labels" if name == named else name for name in table.column_names])
@@ -165,7 +179,7 @@ class Model(Task):
                 expected="a column `labels`, of which the model computes its loss",
                 remedy="add that column with data.transform, or name a function that computes the loss: args.loss",
             )
-        weight = counted(model, batch)
+        weight = counted(without_adapter(model), batch)
         return {"loss": loss} if weight is None else {"loss": loss, "weight": weight}
 
     def example(self, batch: Any) -> Mapping[str, Any] | None:
@@ -187,7 +201,7 @@ class Model(Task):
 
     @cached_property
     def _taken(self) -> list[str]:
-        return taken_by(self._empty)
+        return taken_by(without_adapter(self._empty))
 
     @cached_property
     def _undecayed(self) -> set[str]:

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -114,17 +114,21 @@ def heads_of(config: PretrainedConfig) -> list[str]:
 
 
 def read_model(
-    folder: Path, config: PretrainedConfig, cls: type[PreTrainedModel], where: str
+    folder: Path,
+    config: PretrainedConfig,
+    cls: type[PreTrainedModel],
+    where: str,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model with the weights in a folder, in float32, and the names of those that the folder lacks.
+    """Return the model with the weights in a folder, and the names of those that the folder lacks.
 
-    These have their initial values. Raises `TaskError` if weights have other shapes, or if the folder has hardly any of
-    those of the model.
+    `dtype`: "auto" is the one that the folder names. Weights that it lacks have their initial values. Raises
+    `TaskError` if weights have other shapes, or if the folder has hardly any of those of the model.
     """
     try:
         with quiet():
             model, report = cls.from_pretrained(
-                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
             )
     except Exception as error:
         raise TaskError(

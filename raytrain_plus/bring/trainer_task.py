@@ -17,6 +17,7 @@ from torch import nn
 
 from raytrain_plus.bring.arguments import ignored, in_steps
 from raytrain_plus.bring.empty import without_values
+from raytrain_plus.bring.lora import frozen_names
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import SINGLE, Task, field_name
@@ -67,6 +68,12 @@ class TrainerTask(Task):
             activate_neftune(model, args.neftune_noise_alpha)
         trained: nn.Module = model
         return trained
+
+    def rebuilt(self) -> Sequence[str]:
+        """See `Task`: the frozen weights of a model that travels as a file."""
+        # Runs of older versions have saved them.
+        own = self._trainer.model_init is None and getattr(self._trainer, "saves_frozen_weights", True) is False
+        return frozen_names(self._empty) if own else ()
 
     def remarks(self) -> Sequence[str]:
         """See `Task`: the arguments that are ignored."""

@@ -110,6 +110,8 @@ class _Elastic:
         """
         super().__init__(*args, **kwargs)
         self._run_settings = dict(run or {})
+        self.saves_frozen_weights = False
+        """Whether a run saves frozen weights, which its workers read from the model's file."""
         self.item_kinds: dict[str, str] = {}
         """What the fields of the items are that are no values of Python's own: see `kind_of`."""
         self.columns_removed = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
-from raytrain_plus.runs.pretrained_folder import FromFolder, write_folder
+from raytrain_plus.runs.pretrained_folder import FromFolder, write_adapter, write_folder
 from raytrain_plus.runs.program import exported, taken
 from raytrain_plus.state.entry import REBUILT, to_export
 from raytrain_plus.state.finite import not_finite
@@ -45,6 +45,7 @@ from raytrain_plus.training.model.randomness import random_key, set_random_key
 from raytrain_plus.training.model.rebuilt import as_whole, check_same
 from raytrain_plus.training.step.build import task_of
 
+WriteFolder = Callable[[Any, Path, Iterable[Path]], None]
 CPU = torch.device("cpu")
 _TREE = has.object_of(persistent=has.list_of(has.text))
 _SHARED = has.table_of(has.text)
@@ -255,8 +256,8 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
 def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: str = "fp32") -> str:
     """Export a checkpoint of a run, given by name, folder or address, or by the checkpoint's own folder.
 
-    `kind`: `safetensors`, `transformers` or `torch-export`. `dtype`: see `export_weights`. Returns what was written, as
-    a sentence. Raises `InputError` for anything but the first in bf16.
+    `kind`: `safetensors`, `transformers`, `adapter` or `torch-export`. `dtype`: see `export_weights`. Returns what was
+    written, as a sentence. Raises `InputError` for anything but the first in bf16.
     """
     if kind != "safetensors" and dtype != "fp32":
         raise InputError(
@@ -268,8 +269,9 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
     takes = ""
     if kind == "safetensors":
         manifest = export_weights(folder, to, [Path.cwd()], which, dtype)
-    elif kind == "transformers":
-        manifest = export_folder(folder, to, [Path.cwd()], which)
+    elif kind in ("transformers", "adapter"):
+        write = write_folder if kind == "transformers" else write_adapter
+        manifest = export_folder(folder, to, [Path.cwd()], which, write)
     else:
         manifest, inputs = export_program(folder, to, [Path.cwd()], which)
         takes = f"; it takes {inputs}"
@@ -345,10 +347,13 @@ def export_program(run: Folder, to: Path, roots: Sequence[Path], which: Which = 
     return manifest, taken(program)
 
 
-def export_folder(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:
+def export_folder(
+    run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST, write: WriteFolder = write_folder
+) -> Manifest:
     """Write a model of a run as a folder that `from_pretrained` opens, with the tokenizer or processor of the job.
 
-    Returns the manifest of the checkpoint. Raises `InputError` for a model that is none of Transformers'.
+    `write`: writes the folder. Returns the manifest of the checkpoint. Raises `InputError` for a model that is none of
+    Transformers'.
     """
     job, code = _job_and_code(run, roots)
     manifest, weights = weights_of(run, which)
@@ -358,7 +363,7 @@ def export_folder(run: Folder, to: Path, roots: Sequence[Path], which: Which = N
     tokenizer = None if job.data.tokenizer is None else Path(job.data.tokenizer)
     if tokenizer is not None:
         beside.append(tokenizer if tokenizer.is_dir() else tokenizer.parent)
-    write_folder(module, to, beside)
+    write(module, to, beside)
     return manifest
 
 

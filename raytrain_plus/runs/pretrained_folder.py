@@ -1,4 +1,4 @@
-"""Write a model of Transformers as a folder that `from_pretrained` opens."""
+"""Write a model of Transformers, or an adapter of `peft`, as a folder that `from_pretrained` opens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ class FromFolder(Protocol):
 def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
     """Write a model as a folder that `from_pretrained` opens, whole or not at all.
 
-    `beside`: folders whose tokenizer or processor it gets; the first that has a file counts. Raises `InputError` if
-    `to` exists, or cannot be written, or the model is none of Transformers'.
+    An adapter is merged into its model, which is changed. `beside`: folders whose tokenizer or processor it gets; the
+    first that has a file counts. Raises `InputError` if `to` exists, or cannot be written, or the model is none of
+    Transformers'.
     """
     save: Callable[..., Any] | None = getattr(model, "save_pretrained", None)
     if save is None or not hasattr(model, "config"):
@@ -49,6 +50,26 @@ def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
             where="--format transformers",
             remedy="--format safetensors",
         )
+    if hasattr(model, "merge_and_unload"):
+        save = model.merge_and_unload().save_pretrained
+    _write(save, to, beside)
+
+
+def write_adapter(model: Any, to: Path, beside: Iterable[Path]) -> None:
+    """Write the adapter of a model as a folder that `peft` opens, whole or not at all.
+
+    `beside`: see `write_folder`. Raises `InputError` as that does, and for a model that has no adapter.
+    """
+    if not hasattr(model, "peft_config"):
+        raise InputError(
+            f"the model is a {type(model).__name__}, which has no adapter of peft",
+            where="--format adapter",
+            remedy="--format transformers",
+        )
+    _write(model.save_pretrained, to, beside)
+
+
+def _write(save: Callable[..., Any], to: Path, beside: Iterable[Path]) -> None:
     if os.path.lexists(to):
         raise InputError("the folder exists", where=str(to), remedy="name a new one")
     try:
@@ -59,7 +80,7 @@ def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
                 save(written)
             for folder in beside:
                 _copy_others(folder, written)
-            mode = written.joinpath(CONFIG).stat().st_mode
+            mode = next(written.glob(f"*{CONFIG}")).stat().st_mode
             for file in written.iterdir():
                 # That of tensors only its owner may read.
                 file.chmod(mode)

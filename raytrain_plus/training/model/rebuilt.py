@@ -87,4 +87,5 @@ def as_whole(digests: Mapping[str, str]) -> dict[str, str]:
 
 def fits(name: str, patterns: Collection[str]) -> bool:
     """Return whether one of these patterns fits a name."""
-    return any(text_of_stars(pattern, name) is not None for pattern in patterns)
+    # Most patterns are names: there can be hundreds of both.
+    return name in patterns or any("*" in one and text_of_stars(one, name) is not None for one in patterns)

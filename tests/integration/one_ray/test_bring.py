@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -96,6 +98,37 @@ def test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_
     assert all(torch.equal(value, opened.state_dict()[name]) for name, value in saved.items())
     batch = transformers.AutoTokenizer.from_pretrained(to)("w1 w2", return_tensors="pt")
     assert opened(input_ids=batch["input_ids"]).logits.shape == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_an_adapter_is_all_that_a_run_saves_and_both_exports_open(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", made(llama))
+    texts(tmp_path / "data")
+    args = {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "learning_rate": 1e-2}
+    expected = ended(Run(brought(tmp_path, "one", folder, args=args, workers=Workers(min=1))))
+    assert expected[1][-1] < expected[1][0]
+    run = Run(brought(tmp_path, "killed", folder, args=args, workers=Workers(min=2, max=3)))
+    run.until_step(4)
+    run.kill(run.members()[-1])
+    assert ended(run) == expected
+    assert run.events("recovered")
+    saved = json.loads(max((run.folder / "checkpoints").glob("*.json")).read_text())["tensors"]
+    weights = [name for name in saved if name.startswith(("param/", "optim/"))]
+    assert weights
+    assert all("lora_" in name for name in weights)
+
+    for kind in ("adapter", "transformers"):
+        export_to(str(run.folder), "", tmp_path / kind, kind, Which())
+    adapter = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    trained = safetensors.torch.load_file(run.folder / "model.safetensors")
+    assert {name.replace(".default", ""): value.tolist() for name, value in trained.items()} == {
+        name: value.tolist() for name, value in adapter.items()
+    }
+    ids = torch.tensor([[4, 5, 6]])
+    opened = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "transformers")
+    assert torch.allclose(opened(input_ids=ids).logits, merged(input_ids=ids).logits, atol=1e-5)
+    assert merged.generate(ids, max_new_tokens=3, min_new_tokens=3).shape == (1, 6)
 
 
 def test_a_causal_model_is_sharded_or_cut_by_its_own_plan_and_generates(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pyarrow as pa
 import pytest
 import torch
@@ -209,6 +210,28 @@ def test_the_model_is_built_anew_or_travels_with_all_that_was_changed_in_it(tmp_
     drawn = task_of(tmp_path, trainer(tmp_path, model_init=lambda: bert("BertForSequenceClassification")))
     one, two = (build_model(drawn, seed, CPU).module.classifier.weight for seed in (1, 2))
     assert not torch.equal(one, two)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_a_model_with_an_adapter_travels_once_and_only_the_adapter_is_saved(tmp_path: Path) -> None:
+    adapted = peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    made = trainer(tmp_path, model=adapted, args=arguments(tmp_path, learning_rate=1e-1, max_steps=10))
+    task = task_of(tmp_path, made)
+    there = build_model(task, 0, CPU)
+    frozen = {name for name, value in adapted.named_parameters() if not value.requires_grad and "original" not in name}
+    assert there.rebuilt.keys() == frozen
+    optimizer = task.optimizer((n, value) for n, value in there.module.named_parameters() if value.requires_grad)
+    losses = []
+    for _ in range(8):
+        loss = task_loss(task, there.module, task.collate(TABLE), 12).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    # A run that an older version began has saved them.
+    del made.saves_frozen_weights
+    assert build_model(task_of(tmp_path, made), 0, CPU).rebuilt == {}
 
 
 def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> None:
