@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from raytrain_plus.task import Task
 from raytrain_plus.training.model.given_weights import text_of_stars
 
 WHERE = "Task.rebuilt"
+THREADS = 4
+"""Weights whose digests are computed at the same time."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -32,12 +35,14 @@ def rebuilt_weights(task: Task, named: Named) -> dict[str, str]:
 
     Weights without values, as under the meta device, have none.
     """
-    patterns = patterns_of(task)
-    return {
-        name: weight_sha256(value)
-        for name, value in named
-        if patterns and not value.requires_grad and not value.is_meta and fits(name, patterns)
+    if not (patterns := patterns_of(task)):
+        return {}
+    found = {
+        name: value for name, value in named if not value.requires_grad and not value.is_meta and fits(name, patterns)
     }
+    # Other threads hash while one does: a large model takes seconds.
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="digest") as pool:
+        return dict(zip(found, pool.map(weight_sha256, found.values()), strict=True))
 
 
 def weight_sha256(value: torch.Tensor) -> str:
