@@ -36,7 +36,9 @@ from raytrain_plus.data.sources.read_types import chosen, explicit, narrowed
 from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.sources.tokenized_source import tokenized
 from raytrain_plus.data.sources.user_dataset import open_dataset
+from raytrain_plus.data.sources.windows import windows_of
 from raytrain_plus.data.values.images import load_pillow
+from raytrain_plus.data.values.token_stream import numbers_of
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job
@@ -161,8 +163,11 @@ def _rows(
     scattered: bool,
     older: bool,
 ) -> Source:
-    """Return the source of the rows at a path or of a dataset, packed if the job says so."""
+    """Return the source of the rows at a path or of a dataset, packed or cut into windows if the job says so."""
     pack, columns = job.data.pack, job.data.columns
+    if job.data.windows is not None:
+        assert path is not None, "the settings do not go together"
+        return windows_of(path, numbers_of(form), job.data.windows, job.data.stride, scattered=scattered)
     if spec is not None:
         # Documents are packed in their own order.
         found = returned_dataset(spec, roots, scattered=scattered and pack is None)

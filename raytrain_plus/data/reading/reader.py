@@ -118,8 +118,8 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = cache.keeps and on_a_disk(rows.source)
-        """Whether units are read once each, from a disk."""
+        self._near = rows.source.in_memory or (cache.keeps and on_a_disk(rows.source))
+        """Whether rows are in memory, or units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
         self._since: float | None = None

@@ -42,6 +42,11 @@ class MixedSource(Source):
     def inner(self) -> tuple[Source, ...]:
         return self.mixed
 
+    @property
+    @override
+    def in_memory(self) -> bool:
+        return all(source.in_memory for source in self.mixed)
+
     @override
     def describe(self) -> dict[str, Any]:
         said = [source.describe() for source in self.mixed]
