@@ -138,8 +138,8 @@ def training_data(job: Job, roots: Sequence[str | Path], *, older: bool = False)
 def held_out_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> Source:
     """Return the source of the rows that a job is evaluated on; there must be some. `older`: see `READING`."""
     assert job.evaluate is not None
-    path, spec = job.evaluate.path, job.evaluate.dataset
-    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, older=older))
+    path, spec, drawn = job.evaluate.path, job.evaluate.dataset, job.evaluate.batches is not None
+    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=drawn, older=older))
 
 
 def both_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> tuple[Source, Source | None]:
