@@ -131,14 +131,15 @@ class Data:
     """
 
     windows: Annotated[int | None, bounds.at_least(1, bounds.MOST_TOKENS), KEPT] = None
-    """Tokens of a window: rows are the windows of files of token numbers, as language models are trained on. Default
-    None: rows are as they are.
+    """Tokens of a window: rows are the windows of one long stream of token numbers, as language models are trained on.
+    Default None: rows are as they are.
 
-    `path` names `.npy` files of one dimension, or files that hold the numbers alone, whose type `format` says: `uint16`
-    for those that nanoGPT's `prepare.py` writes. Files are mapped into memory, and nothing is converted. A row has two
-    lists of numbers: `input_ids`, the tokens i to i + windows of a file, and `targets`, the same one token later. Every
-    window is used once an epoch; unless `shuffle` is `none`, they are permuted over the whole file. Files must be on
-    each node. Applies to `evaluate.path` and each source of a `mix` too.
+    `path` names files of this machine that are such a stream: `.npy` of one dimension, or numbers alone, whose type
+    `format` says: `uint16` for those that nanoGPT's `prepare.py` writes. They are mapped into memory, and nothing is
+    converted. Or it names documents, as for `pack`, which are joined to a stream once on each node, each with its end
+    token. A row has two lists of numbers: `input_ids`, the tokens i to i + windows of the stream, and `targets`, the
+    same one token later. Every window is used once an epoch; unless `shuffle` is `none`, they are permuted over the
+    whole stream. Applies to `evaluate.path` and each source of a `mix` too.
     """
 
     stride: Annotated[int, bounds.at_least(1, bounds.MOST_TOKENS), KEPT] = 1

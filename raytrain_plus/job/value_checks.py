@@ -128,7 +128,7 @@ def _no_images(pack: int | None, image_size: Sequence[int] | None) -> Problem:
 def _windows_alone(value: Any, windows: int | None) -> Problem:
     if windows is None or value is None:
         return None
-    return "data.windows takes the numbers of files as they are", "one of both", ""
+    return "data.windows makes rows of its own, of tokens", "one of both", ""
 
 
 def _strides(stride: int, windows: int | None) -> Problem:
@@ -140,15 +140,12 @@ def _strides(stride: int, windows: int | None) -> Problem:
 def _numbers(form: str | None, windows: int | None) -> Problem:
     if windows is None and form in get_args(Numbers):
         return f"a stream of {form} has no rows until it is cut into windows", "data.windows, too", ""
-    if windows is not None and form is not None and form not in get_args(Numbers):
-        return f"data.windows cuts files of numbers, not {form}", f"one of {', '.join(get_args(Numbers))}, or none", ""
     return None
 
 
-def _windows_mixed(mix: Sequence[Any] | None, windows: int | None) -> Problem:
+def _numbers_mixed(mix: Sequence[Any] | None, windows: int | None) -> Problem:
     for number, source in enumerate(mix or ()):
-        found = _windows_alone(source.get("dataset"), windows) or _numbers(source.get("format"), windows)
-        if found:
+        if found := _numbers(source.get("format"), windows):
             return f"source {number}: {found[0]}", found[1], found[2]
     return None
 
@@ -193,16 +190,12 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.collate", "parallel.pipeline", "parallel.tensor"), _packed),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
-    (("data.dataset", "data.windows"), _windows_alone),
-    (("evaluate.dataset", "data.windows"), _windows_alone),
-    (("data.columns", "data.windows"), _windows_alone),
     (("data.image_size", "data.windows"), _windows_alone),
-    (("data.tokenizer", "data.windows"), _windows_alone),
     (("data.pack", "data.windows"), _windows_alone),
     (("data.stride", "data.windows"), _strides),
     (("data.windows", "data.collate"), _one_length),
     (("data.format", "data.windows"), _numbers),
-    (("data.mix", "data.windows"), _windows_mixed),
+    (("data.mix", "data.windows"), _numbers_mixed),
     (("data.on_error", "parallel.pipeline", "parallel.tensor", "parallel.sharded"), _skipped_rows),
     (("steps", "epochs"), _length),
     (("workers.max", "workers.min"), parallel_checks.sizes),

@@ -21,6 +21,8 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
+    if now.get("end_token") != then.get("end_token"):
+        found.append("data.tokenizer names another token that ends a document")
     found += changes_of_packed(now.get("packed"), then.get("packed"))
     if "sources" in now or "sources" in then:
         return found + _differences_of_mixes(now, then)

@@ -3,7 +3,7 @@
 ParquetSource      Parquet files                             MixedSource        several sources, in proportions
 ItemSource         a dataset that is read by index           TokenizedSource    text becomes tokens as it is used
 ConvertedSource    what was converted to Parquet             PackedSource       documents in rows of one length
-WindowsSource      windows of a stream of tokens
+WindowsSource      windows of a stream of tokens              JoinedSource       windows of joined documents
 """
 
 from __future__ import annotations

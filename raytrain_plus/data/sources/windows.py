@@ -26,7 +26,7 @@ from typing_extensions import override
 from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
 from raytrain_plus.data.order.keyed_permutation import permuted
 from raytrain_plus.data.order.sample_order import mix
-from raytrain_plus.data.paths.files import find_files
+from raytrain_plus.data.paths.files import find_files, names_below
 from raytrain_plus.data.paths.sight import Sight, change_of, sight_of
 from raytrain_plus.data.sources.source import Source, cast_rows, within
 from raytrain_plus.data.values.columns import column_of
@@ -236,6 +236,12 @@ def windows_of(
         scattered=scattered,
         sights=tuple(sights),
     )
+
+
+def are_streams(path: str | Place) -> bool:
+    """Return whether a path names files of token numbers, as their names say."""
+    base = place_of(path)
+    return any(name.lower().endswith(SUFFIXES) for name in (base.name, *names_below(base)))
 
 
 def check_windows(data: Source) -> None:

@@ -12,6 +12,7 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sources.converted_source import ConvertedSource, Origin
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.items import ItemSource
+from raytrain_plus.data.sources.joined_source import JoinedSource, joined
 from raytrain_plus.data.sources.mixed_source import MixedSource, mix_of
 from raytrain_plus.data.sources.packing import PackedSource, packed
 from raytrain_plus.data.sources.parquet_source import ParquetSource, check_unchanged, parquet_source
@@ -39,6 +40,12 @@ def same_data(plan: Plan, roots: list[Path], expected: Source) -> Source:
             tokenizer = None if packing.tokenizer is None else packing.tokenizer.path
             documents = same_data(plan, roots, expected.documents)
             return _checked(packed(documents, packing.length, tokenizer, chosen=packing.chosen != ""), expected)
+        case JoinedSource():
+            length, stride, scattered = expected.source.length, expected.source.stride, expected.source.scattered
+            tokenizer = None if expected.tokens.tokenizer is None else expected.tokens.tokenizer.path
+            documents = same_data(plan, roots, expected.documents)
+            again = joined(documents, length, stride, tokenizer, scattered=scattered, chosen=expected.chosen)
+            return _checked(again, expected)
         case ItemSource():
             seen = returned_dataset(expected.named, roots, scattered=expected.scattered, run=expected.run)
             return _checked(seen, expected).read_as(expected.schema)

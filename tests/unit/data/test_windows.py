@@ -262,20 +262,12 @@ def test_an_address_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"pack": 16}, "data.pack: data.windows takes the numbers of files as they are"),
-        ({"tokenizer": "saved"}, "data.tokenizer: data.windows takes the numbers of files as they are"),
-        ({"columns": ["x"]}, "data.columns: data.windows takes"),
-        ({"image_size": [8, 8]}, "data.image_size: data.windows takes"),
-        ({"path": None, "format": None, "dataset": "a:b"}, "data.dataset: data.windows takes"),
+        ({"pack": 16}, "data.pack: data.windows makes rows of its own, of tokens"),
+        ({"image_size": [8, 8]}, "data.image_size: data.windows makes rows of its own"),
         ({"collate": "pad"}, "data.windows: all rows have 8 tokens already"),
         ({"collate": "pack"}, "data.windows: all rows have 8 tokens already"),
-        ({"format": "jsonl"}, "data.format: data.windows cuts files of numbers, not jsonl"),
         ({"windows": None}, "data.format: a stream of uint16 has no rows until it is cut into windows"),
         ({"windows": None, "format": None, "stride": 8}, "data.stride: it is between windows, and there are none"),
-        (
-            {"path": None, "format": None, "mix": [{"path": "a", "format": "csv", "weight": 1}] * 2},
-            "data.mix: source 0: data.windows cuts files of numbers, not csv",
-        ),
         (
             {"path": None, "format": None, "windows": None, "mix": [{"path": "a", "format": "uint8", "weight": 1}] * 2},
             "data.mix: source 0: a stream of uint8 has no rows",
@@ -289,6 +281,7 @@ def test_what_does_not_go_together(data: dict[str, Any], said: str) -> None:
     assert any(said in str(problem) for problem in caught.value.problems), caught.value
 
 
-def test_a_dataset_of_held_out_rows_is_refused() -> None:
-    with pytest.raises(JobError, match=r"evaluate\.dataset: data\.windows takes"):
-        job_of(Path("train.bin"), evaluate=Evaluate(dataset="a:b", every_steps=1))
+@pytest.mark.parametrize("data", [{"tokenizer": "saved"}, {"columns": ["x"]}])
+def test_a_stream_of_numbers_holds_no_documents(file: Path, data: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=f"data.{next(iter(data))} is for documents"):
+        training_data(job_of(file, **data), [])
