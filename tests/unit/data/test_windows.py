@@ -285,3 +285,9 @@ def test_what_does_not_go_together(data: dict[str, Any], said: str) -> None:
 def test_a_stream_of_numbers_holds_no_documents(file: Path, data: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=f"data.{next(iter(data))} is for documents"):
         training_data(job_of(file, **data), [])
+
+
+def test_without_windows_a_stream_has_no_rows(file: Path) -> None:
+    for path in (file, file.parent):
+        with pytest.raises(DataError, match=r"(?s)holds no rows: .* set data\.windows"):
+            training_data(job_of(path, windows=None, format=None), [])
