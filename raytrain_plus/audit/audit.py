@@ -21,7 +21,7 @@ import yaml
 
 from raytrain_plus.audit.audit_entries import find_doubled_and_missing, only_due, read_entries
 from raytrain_plus.audit.audit_faults import Faults
-from raytrain_plus.audit.audit_files import compare
+from raytrain_plus.audit.audit_files import compare, compare_streams
 from raytrain_plus.audit.audit_mix import ExpectedMix, files_by_source
 from raytrain_plus.audit.audit_order import Epoch, ExpectedOrder
 from raytrain_plus.audit.audit_record import Record, read_record
@@ -262,10 +262,18 @@ def _compare(then: Mapping[str, Any], faults: Faults) -> None:
     """
     sources = then.get("sources", ())
     for number, (source, files) in enumerate(zip(sources, files_by_source(then, len(sources)), strict=True)):
-        if "dataset" not in source:
-            compare(place_of(source["path"]), files, faults, f"{number}/")
-    if not sources and "dataset" not in then:
-        compare(place_of(then["path"]), then["files"], faults)
+        _compare_source(source, files, faults, f"{number}/")
+    if not sources:
+        _compare_source(then, then["files"], faults)
+
+
+def _compare_source(
+    source: Mapping[str, Any], files: Sequence[Mapping[str, Any]], faults: Faults, prefix: str = ""
+) -> None:
+    if "windows" in source:
+        compare_streams(Path(source["path"]), files, faults, prefix)
+    elif "dataset" not in source:
+        compare(place_of(source["path"]), files, faults, prefix)
 
 
 def _status(run: Folder, faults: Faults) -> tuple[str, int | None, bool]:

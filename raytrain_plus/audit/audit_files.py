@@ -41,6 +41,37 @@ def compare(data: Place, files: Iterable[Mapping[str, Any]], faults: Faults, pre
     faults.add(*(f"{prefix}{name} {change}" for name, change in changes if change))
 
 
+def compare_streams(data: Path, files: Iterable[Mapping[str, Any]], faults: Faults, prefix: str = "") -> None:
+    """Report the same for files of token numbers, which are compared by size and content."""
+    root = _without_wildcards(data)
+    for was in files:
+        name = was["path"].removeprefix(prefix)
+        file = (root.parent if root.is_file() else root) / name
+        try:
+            size, digest = file.stat().st_size, _digest_of_pieces(file)
+        except FileNotFoundError:
+            faults.add(f"{prefix}{name} is missing; the run began with it")
+            continue
+        except OSError as error:
+            faults.add(f"{prefix}{name} cannot be read: {error.strerror}")
+            continue
+        if size != was["bytes"]:
+            faults.add(f"{prefix}{name} has changed: {size:,} bytes now, {was['bytes']:,} when the run began")
+        elif digest != was["footer_sha256"]:
+            faults.add(f"{prefix}{name} has changed: its content differs")
+
+
+def _digest_of_pieces(file: Path) -> str:
+    """Return the digest of a file of token numbers: SHA-256 over its size and 256 pieces of 64 KiB."""
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        digest = hashlib.sha256(f"{size}\0".encode())
+        for number in range(256):
+            opened.seek(max(0, size - 65536) * number // 255)
+            digest.update(opened.read(65536))
+    return digest.hexdigest()
+
+
 def _remote_files_now(data: RemotePath) -> dict[str, Place]:
     """Return the same for a remote path. Wildcards are matched against the names of everything below their folder.
 
@@ -81,9 +112,7 @@ def _wild(part: str) -> bool:
 
 def _files_now(data: Path) -> dict[str, Place]:
     """Return the files that a data path names, by their names in `dataset.json`."""
-    root = data
-    while not os.path.lexists(root) and any(set("*?[") & set(part) for part in root.parts):
-        root = root.parent
+    root = _without_wildcards(data)
     root.stat()
     if data.is_file():
         return {data.name: data}
@@ -93,6 +122,13 @@ def _files_now(data: Path) -> dict[str, Place]:
     else:
         files = _matching(root, data.relative_to(root).parts)
     return {path.relative_to(root).as_posix(): path for path in files if path.is_file()}
+
+
+def _without_wildcards(data: Path) -> Path:
+    """Return as much of a path as has no wildcards; a part that exists as it is spelled is taken literally."""
+    while not os.path.lexists(data) and any(set("*?[") & set(part) for part in data.parts):
+        data = data.parent
+    return data
 
 
 @functools.lru_cache(16)

@@ -29,6 +29,7 @@ from raytrain_plus.data.sources.alike import alike, check_own_labels
 from raytrain_plus.data.sources.converted_source import ConvertedSource, Origin, converted_source
 from raytrain_plus.data.sources.items import item_source
 from raytrain_plus.data.sources.iterated import read_once
+from raytrain_plus.data.sources.joined_source import JoinedSource, joined
 from raytrain_plus.data.sources.mixed_source import mixed
 from raytrain_plus.data.sources.packing import PackedSource, packed
 from raytrain_plus.data.sources.parquet_source import ParquetSource, parquet_source
@@ -36,7 +37,9 @@ from raytrain_plus.data.sources.read_types import chosen, explicit, narrowed
 from raytrain_plus.data.sources.source import Source
 from raytrain_plus.data.sources.tokenized_source import tokenized
 from raytrain_plus.data.sources.user_dataset import open_dataset
+from raytrain_plus.data.sources.windows import are_streams, windows_of
 from raytrain_plus.data.values.images import load_pillow
+from raytrain_plus.data.values.token_stream import numbers_of
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.job.settings import Job
@@ -136,8 +139,8 @@ def training_data(job: Job, roots: Sequence[str | Path], *, older: bool = False)
 def held_out_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> Source:
     """Return the source of the rows that a job is evaluated on; there must be some. `older`: see `READING`."""
     assert job.evaluate is not None
-    path, spec = job.evaluate.path, job.evaluate.dataset
-    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=False, older=older))
+    path, spec, drawn = job.evaluate.path, job.evaluate.dataset, job.evaluate.batches is not None
+    return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=drawn, older=older))
 
 
 def both_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> tuple[Source, Source | None]:
@@ -147,8 +150,9 @@ def both_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> 
 
 
 def _with_tokens(job: Job, rows: Source) -> Source:
-    """Return the source of rows whose text becomes tokens as they are read, unless they are packed and hold tokens."""
-    return rows if job.data.pack is not None else tokenized(rows, job.data.tokenizer)
+    """Return the source of rows whose text becomes tokens as they are read, unless they hold tokens already."""
+    made = job.data.pack is not None or job.data.windows is not None
+    return rows if made else tokenized(rows, job.data.tokenizer)
 
 
 def _rows(
@@ -161,11 +165,18 @@ def _rows(
     scattered: bool,
     older: bool,
 ) -> Source:
-    """Return the source of the rows at a path or of a dataset, packed if the job says so."""
+    """Return the source of the rows at a path or of a dataset, packed or cut into windows if the job says so."""
     pack, columns = job.data.pack, job.data.columns
+    windows, numbers = job.data.windows, numbers_of(form)
+    if windows is not None and path is not None and (numbers or (form is None and are_streams(path))):
+        for name, value in (("data.columns", columns), ("data.tokenizer", job.data.tokenizer)):
+            if value is not None:
+                what = f"{name} is for documents, and these files hold the numbers of tokens already"
+                raise DataError(what, where=path, remedy=f"leave out {name}")
+        return windows_of(path, numbers, windows, job.data.stride, scattered=scattered)
     if spec is not None:
-        # Documents are packed in their own order.
-        found = returned_dataset(spec, roots, scattered=scattered and pack is None)
+        # Documents are packed or joined in their own order.
+        found = returned_dataset(spec, roots, scattered=scattered and pack is None and windows is None)
     else:
         assert path is not None
         found = dataset(path, form, skip=job.data.on_error == "skip")
@@ -201,9 +212,10 @@ def _rows(
         if _is_text(found):
             found = found.read_as(narrowed(found.schema, explicit(columns)))
         check_own_labels(found)
-    if pack is None:
-        return found
-    return packed(found, pack, job.data.tokenizer, chosen=columns is not None and not older)
+    tokenizer, select = job.data.tokenizer, columns is not None and not older
+    if windows is not None:
+        return joined(found, windows, job.data.stride, tokenizer, scattered=scattered, chosen=select)
+    return found if pack is None else packed(found, pack, tokenizer, chosen=select)
 
 
 def _is_text(data: Source) -> bool:
@@ -212,5 +224,5 @@ def _is_text(data: Source) -> bool:
 
 def reads_otherwise(data: Source) -> bool:
     """Return whether an older version read rows of a source otherwise: see `READING`."""
-    documents = (one.documents if isinstance(one, PackedSource) else one for one in data.parts)
+    documents = (one.documents if isinstance(one, (PackedSource, JoinedSource)) else one for one in data.parts)
     return any(_is_text(one) or (isinstance(one, ParquetSource) and one.partitions is not None) for one in documents)

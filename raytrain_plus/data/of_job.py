@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from raytrain_plus.data.order.mixed_order import AnyOrder, MixedOrder
@@ -107,10 +108,12 @@ def steps_of(job: Job, rows: int) -> int:
 
 
 def evaluation_order_of(job: Job, data: Source) -> SampleOrder:
-    """Return the sample order of the held-out data: one epoch, unshuffled, divided over the shards."""
-    return SampleOrder(
-        data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size, seed=0, shuffle="none", epochs=1
-    )
+    """Return the sample order of the held-out data: one epoch, unshuffled, or the first batches of a shuffled one."""
+    order = functools.partial(SampleOrder, data.unit_rows, shards=job.data.shards, batch_size=job.data.batch_size)
+    batches = None if job.evaluate is None else job.evaluate.batches
+    if batches is None or batches * job.data.batch_size >= data.rows:
+        return order(seed=0, shuffle="none", epochs=1)
+    return order(seed=job.seed, shuffle="rows", steps=batches)
 
 
 def odd_sizes(job: Job, data: Source) -> list[str]:

@@ -32,7 +32,8 @@ class Data:
     """`parquet`, `jsonl`, `csv` (also TSV), `arrow` (also Feather), `text` (a row for each line), `huggingface` (a
     folder that `save_to_disk` wrote, or Parquet files of one split, as on the hub), `images` (a folder of image files),
     `webdataset` (tar files of samples) or `lance` (the newest version of a Lance dataset, a folder; needs the extra
-    `lance` of this package). Default None: what the names of the files say.
+    `lance` of this package), or with `windows` the type of the numbers in a file that holds nothing else: `uint8`,
+    `uint16`, `uint32`, `int16`, `int32`, `int64`. Default None: what the names of the files say.
 
     Other formats than Parquet are converted once on each node, in ~/.cache/raytrain_plus/data; `.gz`, `.bz2` and
     `.zst` are uncompressed. Changed files are converted again. The environment variable RAYTRAIN_CACHE of a machine
@@ -89,7 +90,8 @@ class Data:
 
     shuffle: Annotated[Literal["none", "units", "rows"], KEPT] = "rows"
     """What each epoch shuffles: `none`: nothing; `units`: the order of row groups; `rows` (the default): also the rows
-    inside each group."""
+    inside each group. A dataset that is read by index, and `windows`, are permuted as a whole first, unless it is
+    `none`; then blocks of them are what row groups are."""
 
     transform: Annotated[str | None, bounds.import_path, KEPT] = None
     """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
@@ -127,6 +129,21 @@ class Data:
     `position_ids`, which begins at 0 in each document; the last tokens, which fill no row, are dropped. The rows of
     `evaluate` are packed too. `transform` gets packed rows, which are kept in ~/.cache/raytrain_plus/data.
     """
+
+    windows: Annotated[int | None, bounds.at_least(1, bounds.MOST_TOKENS), KEPT] = None
+    """Tokens of a window: rows are the windows of one long stream of token numbers, as language models are trained on.
+    Default None: rows are as they are.
+
+    `path` names files of this machine that are such a stream: `.npy` of one dimension, or numbers alone, whose type
+    `format` says: `uint16` for those that nanoGPT's `prepare.py` writes. They are mapped into memory, and nothing is
+    converted. Or it names documents, as for `pack`, which are joined to a stream once on each node, each with its end
+    token. A row has two lists of numbers: `input_ids`, the tokens i to i + windows of the stream, and `targets`, the
+    same one token later. Every window is used once an epoch; unless `shuffle` is `none`, they are permuted over the
+    whole stream. Applies to `evaluate.path` and each source of a `mix` too.
+    """
+
+    stride: Annotated[int, bounds.at_least(1, bounds.MOST_TOKENS), KEPT] = 1
+    """Tokens between the beginnings of two `windows`. Default 1: every window; the same as `windows`: disjoint ones."""
 
     on_error: Annotated[Literal["stop", "skip"], KEPT] = "stop"
     """What to do with a row that `image_size`, `transform` or `tokenizer` cannot use.

@@ -9,7 +9,10 @@ from dataclasses import MISSING, dataclass
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset", "lance"]
+Numbers = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
+"""The types of the token numbers in a file that holds nothing else."""
+
+Format = Literal["parquet", "jsonl", "csv", "arrow", "text", "huggingface", "images", "webdataset", "lance", Numbers]
 """The formats of data."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-params"]

@@ -238,6 +238,14 @@ class Evaluate:
     every_steps: Annotated[int, bounds.at_least(1)]
     """Steps between evaluations; required. The run also evaluates before the first and after the last step."""
 
+    batches: Annotated[int | None, bounds.at_least(1)] = None
+    """How many batches of `data.batch_size` rows an evaluation uses, drawn by `seed`: the same ones each time, on any
+    number of workers. Default None, or more than there are: all held-out rows.
+
+    They are drawn as those of a training epoch are: each shard takes rows of a few row groups, or from anywhere in a
+    dataset that is read by index or in `windows`.
+    """
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ema:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from raytrain_plus.credentials import REMEDY, credential_in
 from raytrain_plus.errors import InputError
 from raytrain_plus.job import parallel_checks
 from raytrain_plus.job.bounds import one_place, step_range
-from raytrain_plus.job.setting_types import Problem
+from raytrain_plus.job.setting_types import Numbers, Problem
 
 
 def check_values(values: Mapping[str, Any]) -> list[InputError]:
@@ -125,6 +125,31 @@ def _no_images(pack: int | None, image_size: Sequence[int] | None) -> Problem:
     return "packed rows hold tokens and no images, so data.image_size has no use", "one of both", ""
 
 
+def _windows_alone(value: Any, windows: int | None) -> Problem:
+    if windows is None or value is None:
+        return None
+    return "data.windows makes rows of its own, of tokens", "one of both", ""
+
+
+def _strides(stride: int, windows: int | None) -> Problem:
+    if windows is not None or stride == 1:
+        return None
+    return "it is between windows, and there are none", "data.windows, too", ""
+
+
+def _numbers(form: str | None, windows: int | None) -> Problem:
+    if windows is None and form in get_args(Numbers):
+        return f"a stream of {form} has no rows until it is cut into windows", "data.windows, too", ""
+    return None
+
+
+def _numbers_mixed(mix: Sequence[Any] | None, windows: int | None) -> Problem:
+    for number, source in enumerate(mix or ()):
+        if found := _numbers(source.get("format"), windows):
+            return f"source {number}: {found[0]}", found[1], found[2]
+    return None
+
+
 def _skipped_rows(on_error: str, pipeline: int, tensor: int, sharded: str) -> Problem:
     if on_error == "stop" or (pipeline * tensor == 1 and sharded != "full"):
         return None
@@ -165,6 +190,12 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.collate", "parallel.pipeline", "parallel.tensor"), _packed),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
+    (("data.image_size", "data.windows"), _windows_alone),
+    (("data.pack", "data.windows"), _windows_alone),
+    (("data.stride", "data.windows"), _strides),
+    (("data.windows", "data.collate"), _one_length),
+    (("data.format", "data.windows"), _numbers),
+    (("data.mix", "data.windows"), _numbers_mixed),
     (("data.on_error", "parallel.pipeline", "parallel.tensor", "parallel.sharded"), _skipped_rows),
     (("steps", "epochs"), _length),
     (("workers.max", "workers.min"), parallel_checks.sizes),

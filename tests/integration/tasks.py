@@ -800,3 +800,16 @@ class Rebuilt(Begun):
 
     def rebuilt(self) -> list[str]:
         return [] if self.saved else ["*"]
+
+
+class NextToken(Task):
+    """Predict the next of twenty tokens from the one before."""
+
+    def layers(self) -> dict[str, Any]:
+        return {"all": lambda: nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 20))}
+
+    def optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([value for _, value in parameters], lr=0.05)
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten())

@@ -16,8 +16,6 @@ from raytrain_plus.data.ledger.ledger import row_ids
 from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.reading.unit_cache import UnitCache
-from raytrain_plus.data.sources.converted_source import ConvertedSource
-from raytrain_plus.data.sources.parquet_source import ParquetSource
 from raytrain_plus.data.sources.source import Source
 from raytrain_plus.workers.preparation.data_check import same_data
 
@@ -75,13 +73,17 @@ def await_stream() -> None:
 
 
 def ids_of(data: Source, unit: int) -> np.ndarray:
-    """Return the ids of the rows of a unit, from the names of its files alone."""
+    """Return the ids of the rows of a unit, from the description of its files alone."""
     source, own = data.owner(unit)
     prefix = "" if len(data.parts) == 1 else f"{[one is source for one in data.parts].index(True)}/"
-    files = source.source if isinstance(source, ConvertedSource) else source
-    if not isinstance(files, ParquetSource):
-        return row_ids(prefix + source.named, own, source.unit_rows[own])
-    return row_ids(prefix + files.files[files.unit_file[own]], files.unit_group[own], files.unit_rows[own])
+    units = [
+        (file["path"], group, rows)
+        for file in source.describe()["files"]
+        for group, rows in enumerate(file["row_groups"])
+        if rows
+    ]
+    path, group, rows = units[own]
+    return row_ids(prefix + path, group, rows)
 
 
 def seen_again(data: Source, *roots: Path) -> Source:

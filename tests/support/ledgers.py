@@ -12,7 +12,12 @@ import pyarrow.parquet as pq
 
 from raytrain_plus import Data, Job
 from raytrain_plus.data.dataset import training_data
+from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.data.ledger.ledger_files import LedgerFiles
+from raytrain_plus.data.of_job import sample_order_of
+from raytrain_plus.data.reading.reader import Batches
+from raytrain_plus.data.reading.transform_block import RowReader
+from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.storage.folders.local import LocalFolder
 
 
@@ -34,6 +39,30 @@ def record(run: Path, generation: int, *steps: int, resumed: int | None = None) 
     events += [{"kind": "step_committed", "step": step} for step in steps]
     with (run / "events.ndjson").open("a") as file:
         file.writelines(json.dumps({"time": 0.0, "generation": generation, **event}) + "\n" for event in events)
+
+
+def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
+    """Return the notes of what the run's own readers deliver, step by step."""
+    seen = training_data(job, [])
+    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
+    made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
+    for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
+        feed = Batches(
+            rows,
+            shards=shards,
+            first_step=0,
+            microbatches=1,
+            collate=len,
+            cache=UnitCache(rows, cache_mb),
+            make_stream=None,
+        )
+        with feed:
+            for step in range(rows.sample_order.steps):
+                for shard, batches in feed.get(step, 10).shards.items():
+                    count = sum(batch.rows for batch in batches)
+                    ids = sum(batch.ids for batch in batches) % 2**64
+                    made[step][shard] = (batches[0].start, count, ids, count, 0.0, 0)
+    return made
 
 
 def run_of(job: Job, notes: list[np.ndarray], status: str | None = "finished", generation: int = 0) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from raytrain_plus.data.convert.parts import is_complete, mark_complete, part_name
+from raytrain_plus.data.convert.parts import is_complete, mark_complete
 from raytrain_plus.errors import DataError, WaitExpired
 
 VARIABLE = "RAYTRAIN_CACHE"
@@ -61,7 +61,7 @@ def _writable(folder: Path) -> bool:
 
 
 def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a folder with Parquet parts, which becomes `target`, unless `target` is complete.
+    """Let `write` fill a folder with parts, which becomes `target`, unless `target` is complete.
 
     `write` gets a folder in which an earlier process, which has ended, may have left its parts. `source`: the data's
     name, for errors. Raises `DataError` if it writes no rows or the folder cannot be written, and `WaitExpired` if
@@ -78,7 +78,7 @@ def made_once(target: Path, source: str, write: Callable[[Path], None]) -> None:
                 partial = target.with_name(f".{target.name}.partial")
                 partial.mkdir(exist_ok=True)
                 write(partial)
-                if not (partial / part_name(0)).exists():
+                if not any(partial.glob("part-*")):
                     raise DataError("there are no rows", source, expected="rows to train on")
                 mark_complete(partial)
                 os.replace(partial, target)

@@ -70,14 +70,14 @@ def load_progress(folder: Path) -> Progress | None:
     return found if there >= {part_name(number) for number in range(found.parts)} else None
 
 
-def part_name(number: int) -> str:
+def part_name(number: int, suffix: str = ".parquet") -> str:
     """Return the name of a part."""
-    return f"part-{number:05d}.parquet"
+    return f"part-{number:05d}{suffix}"
 
 
 def mark_complete(folder: Path) -> None:
     """Record the parts of a conversion that is complete, and the digest of their content."""
-    files = sorted(folder.glob("part-*.parquet"))
+    files = sorted(folder.glob("part-*"))
     content = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:
@@ -86,7 +86,7 @@ def mark_complete(folder: Path) -> None:
     (folder / _CONTENT).write_text(content.hexdigest())
     sizes = {file.name: file.stat().st_size for file in files}
     (folder / COMPLETE).write_text(json.dumps(sizes))
-    (folder / PROGRESS).unlink()
+    (folder / PROGRESS).unlink(missing_ok=True)
 
 
 def content_of(folder: Path) -> str:

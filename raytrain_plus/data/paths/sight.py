@@ -81,8 +81,10 @@ def footer_of(file: Place) -> bytes:
         return stream.read(length)
 
 
-def change_of(file: Place, first: Sight, footer_sha256: str) -> str:
+def change_of(file: Place, first: Sight, footer_sha256: str | None) -> str:
     """Describe what has changed in a file since `first`, when its footer had that hash; empty if nothing.
+
+    `footer_sha256`: None for a file without a footer.
 
     Costs one `stat` if nothing has changed; otherwise the footer is read. A new inode or owner alone does not count as
     a change, because a copy that keeps the modification time is the same data; nor does a new modification time of a
@@ -96,7 +98,7 @@ def change_of(file: Place, first: Sight, footer_sha256: str) -> str:
             return f"its size changed: {first.size:,} -> {now.size:,} bytes"
         if now.version and now.version == first.version:
             return ""
-        if hashlib.sha256(footer_of(file)).hexdigest() != footer_sha256:
+        if footer_sha256 is not None and hashlib.sha256(footer_of(file)).hexdigest() != footer_sha256:
             return f"its footer changed{_when(first, now)}"
     except (FileNotFoundError, NotADirectoryError):
         return "it was removed"

@@ -118,8 +118,8 @@ class Batches:
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batches", daemon=True)
         self._next_read = 0
-        self._near = cache.keeps and on_a_disk(rows.source)
-        """Whether units are read once each, from a disk."""
+        self._near = rows.source.in_memory or (cache.keeps and on_a_disk(rows.source))
+        """Whether rows are in memory, or units are read once each, from a disk."""
         self._waited_s = 0.0
         """Seconds that steps waited for rows, without the first ones, and when these had ended."""
         self._since: float | None = None
@@ -374,7 +374,7 @@ class Counts:
 
 def held_out_counts(sample_order: SampleOrder, shard: int, rows: int) -> Iterator[Microbatch]:
     """Yield the microbatches of `held_out` with their number of rows and without data."""
-    whole, left = divmod(sample_order.span(shard, 0)[1], rows)
+    whole, left = divmod(sample_order.used_before(shard, sample_order.steps), rows)
     yield from _counted([rows] * whole + [left] * (left > 0))
 
 
@@ -383,9 +383,9 @@ def _counted(sizes: Sequence[int]) -> list[Microbatch]:
 
 
 def held_out(rows: RowReader, shard: int, microbatch_rows: int, collate: Collate) -> Iterator[Microbatch]:
-    """Yield one shard's span of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
+    """Yield one shard's rows of a held-out dataset in microbatches (see `cut`), read directly, unit by unit."""
     [sample_order] = rows.sample_order.source_orders
-    _, length = sample_order.span(shard, 0)
+    length = sample_order.used_before(shard, sample_order.steps)
     if not length:
         return
     pending: list[pa.Table] = []

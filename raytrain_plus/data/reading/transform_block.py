@@ -72,7 +72,8 @@ class RowReader:
 
     def fit(self, cache_mb: int) -> bool:
         """Return whether a worker may keep all rows in `cache_mb` megabytes of memory."""
-        return self.as_read and sum(self.source.unit_bytes) + 8 * self.source.rows <= cache_mb << 20
+        worth = self.as_read and not self.source.in_memory
+        return worth and sum(self.source.unit_bytes) + 8 * self.source.rows <= cache_mb << 20
 
     def read(self, row_range: RowRange) -> pa.Table:
         """Return the rows of one range, with their ids."""

@@ -21,17 +21,21 @@ def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
     found = []
     if now.get("tokenizer_sha256") != then.get("tokenizer_sha256"):
         found.append("data.tokenizer has another content")
+    if now.get("end_token") != then.get("end_token"):
+        found.append("data.tokenizer names another token that ends a document")
     found += changes_of_packed(now.get("packed"), then.get("packed"))
     if "sources" in now or "sources" in then:
         return found + _differences_of_mixes(now, then)
     if "dataset" in now or "dataset" in then:
         both = "dataset" in now and "dataset" in then
         return found + (changes_of(now["dataset"], then["dataset"]) if both else ["only one of them is at a path"])
+    if now.get("windows") != then.get("windows"):
+        return [*found, "it is cut into other windows, or not at all"]
     if "converted_from" in now and "converted_from" in then:
         # Their files are those of the conversion, whose names tell a user nothing.
         fewer = [f"it has {now['rows']:,} rows, not {then['rows']:,}"] if now["rows"] != then["rows"] else []
         return found or fewer
-    return found + _differences_of_files(now["files"], then["files"])
+    return found + _differences_of_files(now["files"], then["files"], "content" if "windows" in now else "footer")
 
 
 def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
@@ -45,11 +49,13 @@ def _differences_of_mixes(now: Mapping[str, Any], then: Mapping[str, Any]) -> li
         # Their files are compared below.
         own = _differences({**one, "files": []}, {**(there if isinstance(there, Mapping) else {}), "files": []})
         found += [f"source {number}: {difference}" for difference in own]
-    kept = ([file for file in one["files"] if file["path"].partition("/")[0] not in indexed] for one in (now, then))
-    return found + _differences_of_files(*kept)
+    here, there = ([f for f in one["files"] if f["path"].partition("/")[0] not in indexed] for one in (now, then))
+    return found + _differences_of_files(here, there)
 
 
-def _differences_of_files(now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]]) -> list[str]:
+def _differences_of_files(
+    now: Sequence[Mapping[str, Any]], then: Sequence[Mapping[str, Any]], compared: str = "footer"
+) -> list[str]:
     found = []
     here = {file["path"]: file for file in now}
     there = {file["path"]: file for file in then}
@@ -60,5 +66,5 @@ def _differences_of_files(now: Sequence[Mapping[str, Any]], then: Sequence[Mappi
         if mine["bytes"] != theirs["bytes"]:
             found.append(f"{path} has {mine['bytes']:,} bytes, not {theirs['bytes']:,}")
         elif mine["footer_sha256"] != theirs["footer_sha256"]:
-            found.append(f"{path} has a different footer")
+            found.append(f"{path} has a different {compared}")
     return found

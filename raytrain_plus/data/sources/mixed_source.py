@@ -18,9 +18,9 @@ import pyarrow as pa
 from typing_extensions import override
 
 from raytrain_plus.data.sources.alike import check_classes, check_labels
-from raytrain_plus.data.sources.one_table import check_one_table
 from raytrain_plus.data.sources.read_types import united
 from raytrain_plus.data.sources.source import Source
+from raytrain_plus.data.values.one_table import check_one_table
 
 MIX = "data.mix"
 """What stands for the path of a mix."""
@@ -41,6 +41,11 @@ class MixedSource(Source):
     @override
     def inner(self) -> tuple[Source, ...]:
         return self.mixed
+
+    @property
+    @override
+    def in_memory(self) -> bool:
+        return all(source.in_memory for source in self.mixed)
 
     @override
     def describe(self) -> dict[str, Any]:

@@ -14,13 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from typing_extensions import override
 
 from raytrain_plus.data.convert.cache import default_cache, made_once
 from raytrain_plus.data.convert.conversion import Told, earlier, name_of
+from raytrain_plus.data.convert.document_tokens import DocumentTokens, document_tokens
 from raytrain_plus.data.convert.formats.record_blocks import RecordBlock
 from raytrain_plus.data.convert.packed import (
     Ints,
@@ -29,8 +28,6 @@ from raytrain_plus.data.convert.packed import (
     Packer,
     TokenPlace,
     positions_of,
-    slices,
-    with_ends,
 )
 from raytrain_plus.data.convert.parts import (
     ConvertedParts,
@@ -43,20 +40,10 @@ from raytrain_plus.data.convert.parts import (
 from raytrain_plus.data.sources.converted_source import ConvertedSource
 from raytrain_plus.data.sources.parquet_source import check_unchanged, parquet_source
 from raytrain_plus.data.sources.source import Around, Source, facts_of
-from raytrain_plus.data.values.tokens import (
-    IDS,
-    POSITIONS,
-    TokenizerFile,
-    end_token,
-    is_text,
-    tokenizer_file,
-    whole_tokens,
-)
-from raytrain_plus.errors import DataChanged, DataError, first_line
+from raytrain_plus.data.values.tokens import IDS, POSITIONS, TokenizerFile
+from raytrain_plus.errors import DataChanged, DataError
 from raytrain_plus.observe.views.conversion_view import conversion_view
 
-SLICE_BYTES = 2 << 20
-"""Bytes of documents that are made tokens of at once; a larger document by itself."""
 _VERSION = 1
 """Raised when the same documents are to be packed differently."""
 _LEFT = "_left"
@@ -98,16 +85,15 @@ def packed(
     column, so that rows of another one are others. `cache`: the folder of converted data; None for the user's. Raises
     `DataError` if the documents cannot be packed, and the errors of `tokenizer_file`.
     """
-    file = None if tokenizer is None else tokenizer_file(tokenizer)
-    end = None if file is None else end_token(file)
-    column = _column_of(documents, file)
-    choice = column if chosen else ""
+    tokens = document_tokens(documents.schema, documents.named, "data.pack", tokenizer)
+    file, end = tokens.tokenizer, tokens.end
+    choice = tokens.column if chosen else ""
     target = (cache or default_cache()) / _folder_name(documents, length, file, end, choice)
     made = False
     if not is_complete(target):
         name, again = Path(documents.named).name, len(earlier(target)) > 0
         with conversion_view(sys.stderr, name, again, ("packing", "packed")) as told:
-            writing = _Writing(documents, column, length, file, end, told)
+            writing = _Writing(documents, tokens, length, told)
             made_once(target, documents.named, writing.into)
             made = writing.done
     source = parquet_source(target)
@@ -126,33 +112,6 @@ def packed(
     return PackedSource(**facts, source=source, documents=documents, packing=found)
 
 
-def _column_of(documents: Source, tokenizer: TokenizerFile | None) -> str:
-    """Return the column that holds the documents. Raises `DataError` if there is none, or several, or no tokenizer."""
-    fields: dict[str, pa.DataType] = {field.name: field.type for field in documents.schema}
-    found = [name for name, kind in fields.items() if is_text(kind) or _is_tokens(kind)]
-    if len(found) != 1:
-        several = f"{len(found)} columns could hold the documents: {', '.join(found)}"
-        raise DataError(
-            several if found else "no column holds documents",
-            where=f"data.pack: {documents.named}",
-            expected="one column of text or of lists of token numbers"
-            + ("" if found else " among " + ", ".join(f"{name} ({kind})" for name, kind in fields.items())),
-            remedy="leave out the others" if found else "",
-        )
-    if tokenizer is None and is_text(fields[found[0]]):
-        raise DataError(
-            f"column '{found[0]}' holds text, and data.pack needs tokens",
-            where=f"data.pack: {documents.named}",
-            remedy="name the folder of a tokenizer in data.tokenizer",
-        )
-    return found[0]
-
-
-def _is_tokens(kind: pa.DataType) -> bool:
-    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return bool(lists and pa.types.is_integer(kind.value_type))
-
-
 def _folder_name(documents: Source, length: int, file: TokenizerFile | None, end: int | None, choice: str) -> str:
     tokenizer = "" if file is None else f"{file.sha256}\0{version('tokenizers')}"
     kind = f"packed\0{_VERSION}\0{length}\0{tokenizer}\0{end}\0{pa.__version__}\0{documents.named}"
@@ -166,17 +125,13 @@ class _Writing:
     def __init__(
         self,
         documents: Source,
-        column: str,
+        tokens: DocumentTokens,
         length: int,
-        tokenizer: TokenizerFile | None,
-        end: int | None,
         told: Told,
     ) -> None:
         self._documents = documents
-        self._column = column
+        self._tokens = tokens
         self._length = length
-        self._tokenizer = tokenizer
-        self._end = end
         self._told = told
         self.done = False
         """Whether this process has written the last part."""
@@ -228,7 +183,7 @@ class _Writing:
         read = sum(sizes[: start.unit])
         for unit in range(start.unit, len(sizes)):
             at = 0
-            for tokens, positions in self._tokens(unit):
+            for tokens, positions in self._documents_of(unit):
                 cut = min(len(tokens), max(0, start.token - at)) if unit == start.unit else 0
                 rows = packer.add(tokens[cut:], positions[cut:], TokenPlace(unit, at + cut))
                 at += len(tokens)
@@ -237,40 +192,9 @@ class _Writing:
             read += sizes[unit]
             self._told(read, sum(sizes))
 
-    def _tokens(self, unit: int) -> Iterator[tuple[Ints, Ints]]:
+    def _documents_of(self, unit: int) -> Iterator[tuple[Ints, Ints]]:
         """Yield the tokens of a unit's documents, and their numbers in their documents, slice by slice."""
-        column = self._documents.read_unit(unit).column(self._column)
-        if column.null_count:
-            row = column.is_null().to_pylist().index(True)
-            raise DataError(
-                f"column '{self._column}' is null, so there is no document",
-                where=self._documents.name_rows(unit, [row]),
-                remedy="drop such rows, in data.prepare for example",
-            )
-        text = is_text(column.type)
-        column = column.cast(pa.large_string() if text else pa.large_list(column.type.value_type))
-        sizes = pc.binary_length(column) if text else pc.multiply(pc.list_value_length(column), 8)
-        encoded = self._of_text if text else self._of_lists
-        for begin, end in slices(sizes.to_numpy(), SLICE_BYTES):
-            try:
-                tokens, lengths = encoded(column.slice(begin, end - begin))
-            except pa.ArrowInvalid as error:
-                raise DataError(
-                    f"column '{self._column}' holds no token numbers: {first_line(error)}",
-                    where=self._documents.name(unit),
-                ) from None
-            tokens, lengths = with_ends(tokens, lengths, self._end)
+        documents = self._documents
+        rows, name = documents.read_unit(unit), documents.name(unit)
+        for tokens, lengths in self._tokens.of(rows, name, lambda row: documents.name_rows(unit, [row])):
             yield tokens, positions_of(lengths)
-
-    def _of_text(self, column: pa.ChunkedArray) -> tuple[Ints, Ints]:
-        assert self._tokenizer is not None
-        found = whole_tokens(self._tokenizer, column.to_pylist())
-        lengths = np.array([len(tokens) for tokens in found], np.int64)
-        return np.concatenate([np.array(tokens, np.int64) for tokens in found]), lengths
-
-    def _of_lists(self, column: pa.ChunkedArray) -> tuple[Ints, Ints]:
-        values = pc.list_flatten(column)
-        if values.null_count:
-            raise pa.ArrowInvalid("a number is null")
-        lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
-        return values.cast(pa.int64()).to_numpy(), lengths

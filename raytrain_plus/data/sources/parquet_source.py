@@ -23,10 +23,10 @@ from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
 from raytrain_plus.data.paths.files import data_exists, find_files
 from raytrain_plus.data.paths.path_columns import partitions_in, with_partitions
 from raytrain_plus.data.paths.sight import Sight, change_of, footer_of, remote_end, sight_of
-from raytrain_plus.data.sources.one_table import check_one_table
 from raytrain_plus.data.sources.source import Source, cast_rows, least_bytes, within
 from raytrain_plus.data.values.columns import column_of
 from raytrain_plus.data.values.labels import labels_in
+from raytrain_plus.data.values.one_table import check_one_table
 from raytrain_plus.errors import DataChanged, DataError, StorageError, first_line
 from raytrain_plus.storage.place import Place, RemotePath, in_parallel, place_of, spelled
 

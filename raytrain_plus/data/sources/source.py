@@ -3,6 +3,7 @@
 ParquetSource      Parquet files                             MixedSource        several sources, in proportions
 ItemSource         a dataset that is read by index           TokenizedSource    text becomes tokens as it is used
 ConvertedSource    what was converted to Parquet             PackedSource       documents in rows of one length
+WindowsSource      windows of a stream of tokens              JoinedSource       windows of joined documents
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class Source(ABC):
     @property
     def by_index(self) -> bool:
         """Whether single rows are read, and not whole units."""
+        return False
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether a read hardly costs more than a copy within memory, so that nothing is gained by reading ahead."""
         return False
 
     @property

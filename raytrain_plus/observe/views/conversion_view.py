@@ -27,17 +27,17 @@ class Told(Protocol):
 
 @contextmanager
 def conversion_view(
-    stream: TextIO, name: str, again: bool, verb: tuple[str, str] = ("converting", "converted")
+    stream: TextIO, name: str, again: bool, verb: tuple[str, str] = ("converting", "converted"), into: str = "Parquet"
 ) -> Iterator[Told]:
     """Yield a function that shows how many bytes of a source are read, and how many there are.
 
-    `again`: the source has changed since it was converted. `verb`: what is done, and was done. The last line says what
-    the conversion took.
+    `again`: the source has changed since it was converted. `verb`: what is done, and was done. `into`: what it becomes.
+    The last line says what the conversion took.
     """
     doing, done = verb
     start = last = time.monotonic()
     total = 0
-    what = shown = f"{doing} {name} to Parquet"
+    what = shown = f"{doing} {name} to {into}"
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
         console=Console(file=stream), transient=True, disable=not stream.isatty(),

@@ -12,11 +12,13 @@ from raytrain_plus.data.prepare import prepare
 from raytrain_plus.data.sources.converted_source import ConvertedSource, Origin
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.items import ItemSource
+from raytrain_plus.data.sources.joined_source import JoinedSource, joined
 from raytrain_plus.data.sources.mixed_source import MixedSource, mix_of
 from raytrain_plus.data.sources.packing import PackedSource, packed
 from raytrain_plus.data.sources.parquet_source import ParquetSource, check_unchanged, parquet_source
 from raytrain_plus.data.sources.source import Kind, Source
 from raytrain_plus.data.sources.tokenized_source import TokenizedSource, tokenized
+from raytrain_plus.data.sources.windows import WindowsSource, check_windows, windows_of
 from raytrain_plus.data.values.tokens import TokenizerFile
 from raytrain_plus.errors import DataError
 from raytrain_plus.workers.messages import Plan
@@ -38,6 +40,12 @@ def same_data(plan: Plan, roots: list[Path], expected: Source) -> Source:
             tokenizer = None if packing.tokenizer is None else packing.tokenizer.path
             documents = same_data(plan, roots, expected.documents)
             return _checked(packed(documents, packing.length, tokenizer, chosen=packing.chosen != ""), expected)
+        case JoinedSource():
+            length, stride, scattered = expected.source.length, expected.source.stride, expected.source.scattered
+            tokenizer = None if expected.tokens.tokenizer is None else expected.tokens.tokenizer.path
+            documents = same_data(plan, roots, expected.documents)
+            again = joined(documents, length, stride, tokenizer, scattered=scattered, chosen=expected.chosen)
+            return _checked(again, expected)
         case ItemSource():
             seen = returned_dataset(expected.named, roots, scattered=expected.scattered, run=expected.run)
             return _checked(seen, expected).read_as(expected.schema)
@@ -49,6 +57,14 @@ def same_data(plan: Plan, roots: list[Path], expected: Source) -> Source:
             prepare(plan.job.data.prepare, expected.named, roots)
             skip = plan.job.data.on_error == "skip"
             return _converted_alike(dataset(expected.named, expected.origin.format, skip=skip), expected)
+        case WindowsSource():
+            prepare(plan.job.data.prepare, expected.named, roots)
+            first = plan.sights.get(expected.named)
+            if first is not None:
+                replace(expected, sights=first).check_unchanged()
+            length, stride = expected.length, expected.stride
+            seen = windows_of(expected.named, expected.numbers, length, stride, scattered=expected.scattered)
+            return _checked(seen, expected)
         case ParquetSource():
             # Not as the job names it: a path may be relative to the driver's working directory.
             prepare(plan.job.data.prepare, expected.named, roots)
@@ -96,13 +112,14 @@ def _same_tokenizer(rows: Source, expected: TokenizerFile) -> Source:
 def sights_of(plan: Plan) -> dict[str, tuple[Sight, ...]]:
     """Return, for the path of each dataset that is used as it is, what was first seen of its files on this node."""
     parts = [one for data in _data_of(plan) for one in data.parts]
-    return {one.named: one.sights for one in parts if isinstance(one, ParquetSource)}
+    return {one.named: one.sights for one in parts if isinstance(one, (ParquetSource, WindowsSource))}
 
 
 def check_data(plan: Plan) -> None:
     """Compare all data files with what this worker first saw of them. Raises `DataChanged` if one has changed."""
     for data in _data_of(plan):
         check_unchanged(data)
+        check_windows(data)
 
 
 def _data_of(plan: Plan) -> list[Source]:

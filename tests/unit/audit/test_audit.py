@@ -20,12 +20,10 @@ from hypothesis import strategies as st
 
 from raytrain_plus import Data, Job
 from raytrain_plus.audit.audit import Audit, Epoch, audit
-from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED, row_ids
+from raytrain_plus.data.ledger.ledger import SKIPPED, row_ids
 from raytrain_plus.data.ledger.ledger_files import SCHEMA, LedgerFiles, ledger_table
 from raytrain_plus.data.of_job import sample_order_of
-from raytrain_plus.data.reading.reader import Batches
 from raytrain_plus.data.reading.transform_block import RowReader
-from raytrain_plus.data.reading.unit_cache import UnitCache
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError
 from raytrain_plus.observe.run_events import EventLog
@@ -37,6 +35,7 @@ from tests.support.ledgers import (
     job_of,
     lost_row,
     lost_step,
+    notes_of,
     other_rows,
     record,
     run_of,
@@ -49,30 +48,6 @@ from tests.support.ledgers import (
 def job(tmp_path: Path) -> Job:
     write_data(tmp_path / "data", [37, 20, 1], 10)
     return job_of(tmp_path)
-
-
-def notes_of(job: Job, cache_mb: int = 0) -> list[np.ndarray]:
-    """Return the notes of what the run's own readers deliver, step by step."""
-    seen = parquet_source(job.data.path)
-    rows = RowReader(source=seen, sample_order=sample_order_of(job, seen), seed=job.seed, transform=None, block_rows=4)
-    made = [np.zeros(job.data.shards, NOTE) for _ in range(rows.sample_order.steps)]
-    for shards in ((0, 2), (1, 3)) if job.data.shards == 4 else (range(job.data.shards),):
-        feed = Batches(
-            rows,
-            shards=shards,
-            first_step=0,
-            microbatches=1,
-            collate=len,
-            cache=UnitCache(rows, cache_mb),
-            make_stream=None,
-        )
-        with feed:
-            for step in range(rows.sample_order.steps):
-                for shard, batches in feed.get(step, 10).shards.items():
-                    count = sum(batch.rows for batch in batches)
-                    ids = sum(batch.ids for batch in batches) % 2**64
-                    made[step][shard] = (batches[0].start, count, ids, count, 0.0, 0)
-    return made
 
 
 def test_a_clean_run(job: Job) -> None:

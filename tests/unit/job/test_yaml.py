@@ -405,7 +405,12 @@ def values_of(hint: Any) -> Iterator[str]:
 
 
 EVALUATED = GOOD + "evaluate: {path: held/out, every_steps: 3}\n"
-BASES = [(EVALUATED + STAGES, ()), (EVALUATED, ("workers.min=2",)), (EVALUATED, ())]
+BASES = [
+    (EVALUATED + STAGES, ()),
+    (EVALUATED, ("workers.min=2",)),
+    (EVALUATED, ("data.windows=8",)),
+    (EVALUATED, ()),
+]
 
 
 @pytest.mark.parametrize("key", [key for key in SETTINGS if key not in (*PLACES[1:], *LENGTHS[1:])])

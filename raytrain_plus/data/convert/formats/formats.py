@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from raytrain_plus.data.paths.files import is_file, names_below
+from raytrain_plus.data.values.token_stream import SUFFIXES as STREAMS
 from raytrain_plus.errors import DataError
 from raytrain_plus.job.setting_types import Format
 from raytrain_plus.storage.place import Place, RemotePath
@@ -69,6 +70,9 @@ def unknown_format(path: Place, error: DataError) -> DataError:
         first = path / f"*{SUFFIXES[next(iter(found))][0]}"
         remedy = f"set data.format to one of them, or name the files of one, such as {first}"
         return DataError(f"holds files of several formats: {there}", where=str(path), remedy=remedy)
+    if any(name.lower().endswith(STREAMS) for name in names):
+        what = "holds no rows: files of such names are streams of token numbers"
+        return DataError(what, where=str(path), remedy="set data.windows to the tokens of a row")
     named = ", ".join(dict.fromkeys(f"*{suffixes[0]}" for suffixes in SUFFIXES.values()))
     return DataError(
         "is not a Parquet file, and its name tells no other format" if file else error.what,

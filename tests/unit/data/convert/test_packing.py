@@ -20,11 +20,10 @@ from tokenizers import Tokenizer
 
 from raytrain_plus import Data, Evaluate, Job
 from raytrain_plus.checks.data_report import data_report
-from raytrain_plus.data.convert import parts
+from raytrain_plus.data.convert import document_tokens, parts
 from raytrain_plus.data.dataset import dataset, held_out_data, training_data
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reading.first_rows import first_rows
-from raytrain_plus.data.sources import packing
 from raytrain_plus.data.sources.alike import check_alike
 from raytrain_plus.data.sources.differences import differences
 from raytrain_plus.data.sources.packing import packed
@@ -64,7 +63,7 @@ def end_with(folder: Path, token: Any) -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small slices and parts, so that there are several."""
-    monkeypatch.setattr(packing, "SLICE_BYTES", 300)
+    monkeypatch.setattr(document_tokens, "SLICE_BYTES", 300)
     monkeypatch.setattr(parts, "GROUP_BYTES", 600)
     monkeypatch.setattr(parts, "GROUPS", 4)
 
