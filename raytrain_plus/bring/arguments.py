@@ -184,6 +184,18 @@ def best_mode(args: Any) -> str:
     return "max" if greater else "min"
 
 
+def improve(state: Any, args: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """Set the best metric and step of Trainer's `state` if the evaluation after `step` is the best, by its rule."""
+    value = None if args.metric_for_best_model is None else metrics.get(best_metric(args))
+    if value is None:
+        return
+    sign = 1 if best_mode(args) == "max" else -1
+    if sign * value > (-math.inf if state.best_metric is None else sign * state.best_metric):
+        state.best_metric = value
+        if _text(args.save_strategy) != "no":
+            state.best_global_step = step + 1
+
+
 def _length(args: Any, epoch: int | None) -> dict[str, int]:
     if args.max_steps > 0:
         return {"steps": args.max_steps}

@@ -15,13 +15,15 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from raytrain_plus.bring.arguments import ignored, in_steps
+from raytrain_plus.bring.arguments import ignored, improve, in_steps
 from raytrain_plus.bring.empty import without_values
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
-from raytrain_plus.task import SINGLE, Task, field_name
+from raytrain_plus.task import SINGLE, StopRun, Task, field_name
 from raytrain_plus.torch_compat import pytree
 
+STOPS = "should_training_stop"
+"""What a callback can ask of a run."""
 LOSS, TOKEN_LOSS = "eval_loss", "eval_token_loss"
 _PREDICTIONS, _LABELS = "predictions", "labels"
 
@@ -213,37 +215,53 @@ class CallingTrainerTask(TrainerTask):
 
         return TrainerState()
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: Mapping[str, Any]) -> StopRun | None:
         """See `Task`: `on_step_end`, and `on_log` in the steps that are logged."""
         state = self._trainer.state
         state.global_step, state.epoch = metrics["step"] + 1, float(metrics["epoch"])
-        self._call("on_step_end")
+        state.max_steps = self.run.total_steps
+        calls: dict[str, dict[str, Any]] = {"on_step_end": {}}
         if state.global_step % in_steps(self._trainer.args.logging_steps, self.run.total_steps) == 0:
             logs = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "learning_rate": metrics["lr"]}
-            self._call("on_log", logs=logs)
+            calls["on_log"] = {"logs": logs}
+        return self._call(calls)
 
-    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> StopRun | None:
         """See `Task`: `on_evaluate`, but for the untrained state, of which Trainer does not tell."""
-        if step >= 0:
-            self._call("on_evaluate", metrics=dict(metrics))
+        if step < 0:
+            return None
+        improve(self._trainer.state, self._trainer.args, step, metrics)
+        return self._call({"on_evaluate": {"metrics": dict(metrics)}})
 
-    def on_checkpoint(self, step: int, path: str) -> None:
+    def on_checkpoint(self, step: int, path: str) -> StopRun | None:
         """See `Task`: `on_save`."""
-        self._call("on_save")
+        state = self._trainer.state
+        if state.best_global_step == step + 1:
+            state.best_model_checkpoint = path
+        return self._call({"on_save": {}})
 
-    def _call(self, event: str, **given: Any) -> None:
+    def _call(self, calls: Mapping[str, Mapping[str, Any]]) -> StopRun | None:
+        """Call these methods of all callbacks. Raises `TaskError` if one then asks for something else than a stop."""
         from transformers import TrainerControl
 
         trainer, control = self._trainer, TrainerControl()
-        for callback in trainer.callbacks_called:
-            control = getattr(callback, event)(trainer.args, trainer.state, control, **given) or control
-            asked = next((name for name, value in vars(control).items() if value is True), None)
-            if asked is not None:
-                raise TaskError(
-                    f"{type(callback).__name__} sets {asked}, and a callback of a run can ask for nothing",
-                    where="Trainer(callbacks=...)",
-                    remedy="EarlyStoppingCallback, TrainingArguments, or raytrain stop",
-                )
+        asked: dict[str, str] = {}
+        for method, given in calls.items():
+            for callback in trainer.callbacks_called:
+                control = getattr(callback, method)(trainer.args, trainer.state, control, **given) or control
+                for name in [name for name, value in vars(control).items() if value is True]:
+                    asked.setdefault(name, f"{type(callback).__name__} sets {name}")
+        if STOPS in asked:
+            # A run that stops saves its state, too.
+            return StopRun(asked[STOPS])
+        if asked:
+            raise TaskError(
+                f"{next(iter(asked.values()))}, which a run ignores",
+                where="Trainer(callbacks=...)",
+                expected=STOPS,
+                remedy="set save_steps, eval_steps and logging_steps",
+            )
+        return None
 
 
 class Unknown:

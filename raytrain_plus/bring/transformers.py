@@ -29,7 +29,7 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import is_datasets_available
 
-from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, settings_of_arguments
+from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_steps, settings_of_arguments
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
 from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
@@ -41,7 +41,10 @@ from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.result import Result
 from raytrain_plus.runs.export import load
 from raytrain_plus.runs.folder import job_of
+from raytrain_plus.runs.history import load_history
+from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import field_name
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
@@ -81,6 +84,7 @@ UNHEARD = (
     "on_train_end",
 )
 """Events of which callbacks in a run do not hear."""
+_LOGGED = ("step_committed", "evaluated")
 _BUILT_IN = (DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback)
 _LEFT = (
     "_eval_dataloaders",
@@ -130,8 +134,9 @@ class _Elastic:
         result = run_job(job, fresh=not resume_from_checkpoint, roots=[parcel])
         if result.status == "failed":
             raise RunError(result.error or "the run failed")
+        found = _output(trainer, result)
         _take_back(trainer, result)
-        return _output(trainer, result)
+        return found
 
     def _job(self, trainer: Any, resumes: bool = False) -> tuple[Job, Path]:
         """Return the job of the run, and the folder beside it that the workers read."""
@@ -359,10 +364,18 @@ def _take_back(trainer: Any, result: Result) -> None:
     """Give the trainer's model the weights of the run."""
     if trainer.model_init is not None:
         trainer.model = trainer.model_wrapped = trainer.call_model_init()
-    best = trainer.args.load_best_model_at_end and result.status == "finished"
+    known = result.status == "finished" or trainer.state.best_model_checkpoint is not None
+    best = trainer.args.load_best_model_at_end and known
     load(result.path, trainer.model, best=best)
     if trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+
+def _checkpoint(run: Folder, step: int) -> str | None:
+    """Return the path of the run's complete checkpoint after this step; None if there is none."""
+    saved = [found for found in load_history(run).found if found.manifest is not None and found.step == step]
+    newest = max(saved, key=lambda found: found.generation, default=None)
+    return None if newest is None else run.inside(CHECKPOINTS).inside(newest.name).address
 
 
 def _output(trainer: Any, result: Result) -> TrainOutput:
@@ -370,11 +383,14 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
     log, losses = list[dict[str, Any]](), list[float]()
     state, every = trainer.state, in_steps(trainer.args.logging_steps, result.steps)
     since, rows, used, epoch = list[float](), _length(trainer.train_dataset), 0, 0.0
-    events = list(read_events(open_folder(result.path)))
+    folder = open_folder(result.path)
     # Of a step that was made again, the last one counts.
-    newest = {event["step"]: event for event in events if event["kind"] == "step_committed"}
-    for event in events:
-        if event["kind"] == "step_committed" and newest[event["step"]] is event:
+    newest = {(event["kind"], event["step"]): event for event in read_events(folder) if event["kind"] in _LOGGED}
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+    for event in sorted(newest.values(), key=lambda one: (one["step"], one["kind"] == "evaluated")):
+        if event["step"] >= result.steps:
+            break
+        if event["kind"] == "step_committed":
             losses.append(float(event["loss"]))
             since.append(losses[-1])
             used += event["samples"]
@@ -385,9 +401,12 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
                 entry |= {"learning_rate": rate[0] if isinstance(rate, list) else rate}
                 log.append({**entry, "epoch": epoch, "step": event["step"] + 1})
                 since.clear()
-        elif event["kind"] == "evaluated" and event["step"] >= 0:
+        elif event["step"] >= 0:
             metrics = {name: float(value) for name, value in event["metrics"].items()}
             log.append({**metrics, "epoch": epoch, "step": event["step"] + 1})
+            improve(state, trainer.args, event["step"], metrics)
+    if state.best_global_step is not None:
+        state.best_model_checkpoint = _checkpoint(folder, state.best_global_step - 1)
     state.global_step, state.max_steps, state.epoch = result.steps, result.steps, epoch
     state.log_history = log
     loss = sum(losses) / len(losses) if losses else 0.0

@@ -19,7 +19,7 @@ from raytrain_plus.bring.trainer_task import CallingTrainerTask, TrainerTask
 from raytrain_plus.bring.transformers import Seq2SeqTrainer, Trainer
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.job.task_loader import build_task
-from raytrain_plus.task import RunFacts
+from raytrain_plus.task import RunFacts, StopRun
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
 from tests.support.pretrained import bert, gpt2, llama, saved, t5
@@ -275,6 +275,7 @@ class Heard(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.heard.append(("step", state.global_step))
         control.should_training_stop = state.global_step > 2
+        control.should_save = state.global_step > 1
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.heard.append(("log", state.global_step, logs["loss"]))
@@ -290,15 +291,29 @@ def test_callbacks_hear_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> 
     made = trainer(tmp_path, callbacks=[Heard()], args=arguments(tmp_path, logging_steps=2))
     task = task_of(tmp_path, made, CallingTrainerTask)
     values = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "epoch": 0}
-    for step in (0, 1):
-        task.on_step({"step": step, **values})
-    task.on_evaluate(-1, {"eval_loss": 9.0})
+    assert task.on_step({"step": 0, **values}) is None
+    with pytest.raises(TaskError, match="Heard sets should_save, which a run ignores"):
+        task.on_step({"step": 1, **values})
+    assert task.on_evaluate(-1, {"eval_loss": 9.0}) is None
     task.on_evaluate(1, {"eval_loss": 0.25})
     task.on_checkpoint(1, "there")
     [callback] = task._trainer.callbacks_called
     assert callback.heard == [("step", 1), ("step", 2), ("log", 2, 0.5), ("evaluate", 0.25), ("save",)]
-    with pytest.raises(TaskError, match="Heard sets should_training_stop"):
-        task.on_step({"step": 2, **values})
+    # A run that stops is saved.
+    assert task.on_step({"step": 2, **values}) == StopRun("Heard sets should_training_stop")
+    assert callback.heard[-1] == ("step", 3)
+    assert task.on_step({"step": 3, **values}) == StopRun("Heard sets should_training_stop")
+    assert callback.heard[-1] == ("log", 4, 0.5)
+
+
+def test_callbacks_see_the_best_evaluation_as_trainer_has_it(tmp_path: Path) -> None:
+    args = arguments(tmp_path, metric_for_best_model="accuracy")
+    task = task_of(tmp_path, trainer(tmp_path, callbacks=[Heard()], args=args), CallingTrainerTask)
+    state = task._trainer.state
+    for step, value in ((-1, 0.9), (1, 0.5), (3, 0.75), (5, 0.75), (7, float("nan"))):
+        task.on_evaluate(step, {"eval_loss": 1.0, "eval_accuracy": value})
+        task.on_checkpoint(step, f"there {step}")
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (0.75, 4, "there 3")
 
 
 class Ends(TrainerCallback):
