@@ -33,11 +33,13 @@ from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_st
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
 from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
+from raytrain_plus.checks.promises import promises_of
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.launch.runner import run as run_job
 from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.result import Result
 from raytrain_plus.runs.export import load
 from raytrain_plus.runs.folder import job_of
@@ -46,6 +48,7 @@ from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import field_name
+from raytrain_plus.training.weights.model_part import inexact_parameter
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
 CALLING = "raytrain_plus.bring.trainer_task:CallingTrainerTask"
@@ -131,6 +134,9 @@ class _Elastic:
             raise InputError(f"train({given}) is not offered", where="Trainer.train", expected="resume_from_checkpoint")
         trainer: Any = self
         job, parcel = self._job(trainer, bool(resume_from_checkpoint))
+        inexact = "" if trainer.model is None else inexact_parameter(list(trainer.model.named_parameters()))
+        for line in promises_of(job, size_table(job), inexact):
+            print(f"promised: {line}", flush=True)
         result = run_job(job, fresh=not resume_from_checkpoint, roots=[parcel])
         if result.status == "failed":
             raise RunError(result.error or "the run failed")
