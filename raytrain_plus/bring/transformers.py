@@ -107,7 +107,7 @@ _LEFT = (
 """What a trainer does not take along to the workers."""
 
 
-class _Elastic:
+class TrainsAsRun:
     """What replaces `train`, mixed into a trainer of Transformers."""
 
     def __init__(self, *args: Any, run: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -214,15 +214,15 @@ class _Elastic:
         trainer.create_accelerator_and_postprocess()
 
 
-class Trainer(_Elastic, transformers.Trainer):  # type: ignore[misc]
+class Trainer(TrainsAsRun, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer`, whose `train` is a run."""
 
 
-class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(TrainsAsRun, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """`transformers.Seq2SeqTrainer`, whose `train` is a run."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `_Elastic`; also what `evaluate` passes to `generate`."""
+        """See `TrainsAsRun`; also what `evaluate` passes to `generate`."""
         args = self.args
         given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
         return {
@@ -233,10 +233,11 @@ class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[mis
 
 def _overrides(trainer: Any, name: str) -> bool:
     """Return whether the class of a trainer has a method of Trainer's of its own."""
-    kinds = (transformers.Seq2SeqTrainer, transformers.Trainer)
-    plain = next(kind for kind in kinds if isinstance(trainer, kind))
+    kinds = type(trainer).__mro__
+    # The library's class, to which `TrainsAsRun` is mixed in.
+    plain = kinds[kinds.index(TrainsAsRun) + 1]
     own = getattr(type(trainer), name)
-    return own is not getattr(plain, name) and own is not getattr(_Elastic, name, None)
+    return own is not getattr(plain, name) and own is not getattr(TrainsAsRun, name, None)
 
 
 def _check(trainer: Any) -> None:
