@@ -26,7 +26,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "fp16_full_eval": (False, "leave it out: evaluations compute in the precision of training"),
     "fsdp": (None, "run={'parallel': {'sharded': 'full'}}"),
     "fsdp_config": (None, "run={'parallel': {'sharded': 'full'}}"),
-    "include_for_metrics": ([], "leave it out: compute_metrics gets predictions and labels"),
     "optim_target_modules": (None, "use an optimizer of whole weights, such as adamw_torch"),
     "parallelism_config": (None, "run={'parallel': {'tensor': 2}}"),
     "push_to_hub": (False, "export the run with --format transformers, and push that folder"),
@@ -97,6 +96,11 @@ def check_arguments(args: Any) -> None:
             f"lr_scheduler_type={_text(args.lr_scheduler_type)!r} needs a metric in every step",
             where=WHERE,
             remedy="use a schedule as long as the run, such as cosine",
+        )
+    included = [name for name in args.include_for_metrics or () if name not in ("inputs", "loss")]
+    if included:
+        raise InputError(
+            f"include_for_metrics={included!r} is not offered", where=WHERE, expected="some of 'inputs' and 'loss'"
         )
     sampling = _text(getattr(args, "train_sampling_strategy", "random"))
     if sampling not in ("random", "sequential"):

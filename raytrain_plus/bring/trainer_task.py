@@ -17,6 +17,7 @@ from torch import nn
 
 from raytrain_plus.bring.arguments import ignored, improve, in_steps
 from raytrain_plus.bring.empty import without_values
+from raytrain_plus.bring.held_out_sets import SET, by_set, rows_where
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
 from raytrain_plus.task import SINGLE, StopRun, Task, field_name
@@ -25,7 +26,7 @@ from raytrain_plus.torch_compat import pytree
 STOPS = "should_training_stop"
 """What a callback can ask of a run."""
 LOSS, TOKEN_LOSS = "eval_loss", "eval_token_loss"
-_PREDICTIONS, _LABELS = "predictions", "labels"
+_PREDICTIONS, _LABELS, _INPUTS = "predictions", "labels", "inputs"
 
 
 class TrainerTask(Task):
@@ -106,7 +107,8 @@ class TrainerTask(Task):
             collator = copy.copy(collator)
             collator.generator = torch.Generator().manual_seed(zlib.crc32(repr(table.to_pydict()).encode()))
             collator.seed, collator._generator_pid = 1, os.getpid()
-        features = _items(table, trainer.item_kinds)
+        sets = table.column(SET) if SET in table.column_names else None
+        features = _items(table if sets is None else table.drop_columns(SET), trainer.item_kinds)
         if not trainer.columns_removed and trainer.args.remove_unused_columns:
             collator = trainer._get_collator_with_removed_columns(collator)
         batch = _plain(collator(features))
@@ -116,7 +118,15 @@ class TrainerTask(Task):
                 where="Trainer(data_collator=...)",
                 expected="one row of the batch for each row of the dataset: every row counts once",
             )
-        return batch
+        if sets is None:
+            return batch
+        if not isinstance(batch, Mapping):
+            raise TaskError(
+                f"the data collator made a {type(batch).__name__}",
+                where="Trainer(data_collator=...)",
+                expected="a dict, for a dict of held-out datasets",
+            )
+        return {**batch, SET: torch.tensor(sets.to_pylist())}
 
     def loss(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what `compute_loss` returns for the batch; it counts the labels that Trainer divides by."""
@@ -128,23 +138,45 @@ class TrainerTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: the loss of each row, as Trainer repeats it, and what `compute_metrics` gets."""
+        if isinstance(batch, Mapping) and SET in batch:
+            sets = batch[SET]
+            parts = [self._evaluated(model, rows_where(batch, sets == number))[0] for number in sets.unique()]
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        found, token_loss, count = self._evaluated(model, batch)
+        if token_loss is not None and count is not None and _of_tokens(batch):
+            return {"metrics": {**found, TOKEN_LOSS: token_loss}, "weight": count}
+        return found
+
+    def _evaluated(self, model: nn.Module, batch: Any) -> tuple[dict[str, Any], torch.Tensor | None, Any]:
+        """Return what is known of each row of a batch, its mean loss, and how many labels that counts."""
         trainer = self._trainer
         inputs, rows = self._inputs(model, batch), _rows(batch)
+        found: dict[str, Any] = {SET: batch[SET]} if isinstance(batch, Mapping) and SET in batch else {}
+        if self._has_metrics and "inputs" in self._included:
+            found |= self._flat(_INPUTS, inputs[getattr(model, "main_input_name", "input_ids")], rows)
         count = self._count(inputs)
         loss, logits, labels = trainer.prediction_step(model, inputs, not self._has_metrics)
-        found: dict[str, Any] = {}
-        if loss is not None:
-            found[LOSS] = loss.detach().float().mean().repeat(rows)
+        mean = None if loss is None else loss.detach().float().mean()
+        if mean is not None:
+            found[LOSS] = mean.repeat(rows)
         if self._has_metrics:
             if trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             found |= self._flat(_PREDICTIONS, logits, rows) | self._flat(_LABELS, labels, rows)
-        if loss is not None and count is not None and _of_tokens(batch):
-            return {"metrics": {**found, TOKEN_LOSS: loss.detach().float().mean()}, "weight": count}
-        return found
+        return found, mean, count
 
     def summarise(self, outputs: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-        """See `Task`: the mean loss of the rows, and what `compute_metrics` returns."""
+        """See `Task`: the mean loss of the rows, and what `compute_metrics` returns; of each set, if there are some."""
+        if SET not in outputs:
+            return self._summary(outputs)
+        sets = outputs[SET]
+        numbers = {int(number): sets == number for number in sets.unique()}
+        return by_set(
+            {number: self._summary(rows_where(outputs, chosen)) for number, chosen in numbers.items()},
+            self._trainer.held_out_names,
+        )
+
+    def _summary(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         from transformers import EvalPrediction
 
         trainer = self._trainer
@@ -152,7 +184,12 @@ class TrainerTask(Task):
         if LOSS in outputs:
             found[LOSS] = outputs[LOSS].double().mean().item()
         if self._has_metrics:
-            nested = EvalPrediction(self._nested(_PREDICTIONS, outputs), self._nested(_LABELS, outputs))
+            nested = EvalPrediction(
+                self._nested(_PREDICTIONS, outputs),
+                self._nested(_LABELS, outputs),
+                inputs=self._nested(_INPUTS, outputs) if "inputs" in self._included else None,
+                losses=outputs[LOSS].numpy() if "loss" in self._included and LOSS in outputs else None,
+            )
             metrics = trainer.compute_metrics(nested)
             if not isinstance(metrics, Mapping):
                 raise TaskError(
@@ -167,9 +204,16 @@ class TrainerTask(Task):
     def _has_metrics(self) -> bool:
         return self._trainer.compute_metrics is not None and not self._trainer.args.prediction_loss_only
 
+    @property
+    def _included(self) -> Sequence[str]:
+        """What `compute_metrics` gets beside predictions and labels."""
+        return self._trainer.args.include_for_metrics or ()
+
     def _inputs(self, model: nn.Module, batch: Any) -> Any:
         """Return a batch that the trainer's methods may change; they see this model and its device."""
         trainer, inputs = self._trainer, _plain(batch)
+        if isinstance(inputs, dict):
+            inputs.pop(SET, None)
         device = _device(inputs)
         trainer.model = trainer.model_wrapped = model
         # What `TrainingArguments` would find are the devices of a process that has them all.

@@ -30,6 +30,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import is_datasets_available
 
 from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_steps, settings_of_arguments
+from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
 from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
@@ -121,6 +122,8 @@ class TrainsAsRun:
         """What the fields of the items are that are no values of Python's own: see `kind_of`."""
         self.columns_removed = False
         """Whether the dataset has only the columns that the model takes."""
+        self.held_out_names: list[str] = []
+        """The names of the held-out datasets, if there are several."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train in a run, and return what Trainer returns; the model has the weights of its end, or the best ones.
@@ -255,10 +258,6 @@ def _check(trainer: Any) -> None:
             where="Trainer",
             remedy="give optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
         )
-    if isinstance(trainer.eval_dataset, Mapping):
-        raise InputError(
-            "a dict of held-out datasets is not offered", where="Trainer(eval_dataset=...)", expected="one dataset"
-        )
     for callback in _callbacks(trainer):
         for name in UNHEARD:
             if getattr(type(callback), name) is not getattr(TrainerCallback, name):
@@ -279,7 +278,9 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 def _used(trainer: Any, dataset: Any) -> Any:
-    """Return a dataset of Hugging Face with the columns that the model takes; others as they are."""
+    """Return a dataset, or each of a dict; one of Hugging Face has only the columns that the model takes."""
+    if isinstance(dataset, Mapping):
+        return {name: _used(trainer, one) for name, one in dataset.items()}
     return trainer._remove_unused_columns(dataset) if _of_datasets(dataset) else dataset
 
 
@@ -308,6 +309,10 @@ def _write(parcel: Path, trainer: Any, train: Any, held_out: Any) -> None:
     if trainer.model_init is None:
         # The workers have the devices.
         model = prepared(trainer, trainer.model.cpu())
+    if isinstance(held_out, Mapping):
+        trainer.held_out_names = list(held_out)
+        # The columns of both are the same.
+        train, held_out = NumberedSets([train]), NumberedSets(list(held_out.values()))
     write_parcel(parcel, trainer, model, train, held_out)
 
 

@@ -96,16 +96,8 @@ def trainer(cls: Any, out: Path, order: list[int], batch: int, arguments: Any = 
         "disable_tqdm": True,
     }
     args = TrainingArguments(**{**settings, **(arguments or {})})
-    held_out = Words(list(range(50)))
-    return cls(
-        model(),
-        args,
-        data_collator=padded,
-        train_dataset=Words(order),
-        eval_dataset=held_out,
-        compute_metrics=accuracy,
-        **given,
-    )
+    settings = {"eval_dataset": Words(list(range(50))), "compute_metrics": accuracy, **given}
+    return cls(model(), args, data_collator=padded, train_dataset=Words(order), **settings)
 
 
 def kill_one(folder: Path, killed: list[int]) -> None:
@@ -169,6 +161,10 @@ def test_a_script_with_one_changed_import_gives_trainers_own_numbers_through_a_d
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
 
 
+def of_more(made: Any) -> dict[int, float]:
+    return {one["step"]: one["eval_more_loss"] for one in made.state.log_history if "eval_more_loss" in one}
+
+
 class Enough(TrainerCallback):
     """Stops at the first evaluation after this step."""
 
@@ -181,13 +177,13 @@ class Enough(TrainerCallback):
 
 def test_a_callback_stops_the_run_which_has_the_best_model_then_and_can_be_resumed(tmp_path: Path) -> None:
     changed = {"max_steps": 400, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 400}
-    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "more_loss", "load_best_model_at_end": True}
     run = {"workers": {"min": 1, "max": 1}}
 
     def made(after: int) -> Any:
-        return trainer(
-            Trainer, tmp_path, list(range(48)), 4, arguments={**changed, **best}, callbacks=[Enough(after)], run=run
-        )
+        sets = {"few": Words(list(range(7))), "more": Words(list(range(20)))}
+        settings: dict[str, Any] = {"eval_dataset": sets, "callbacks": [Enough(after)], "run": run}
+        return trainer(Trainer, tmp_path, list(range(48)), 4, arguments={**changed, **best}, **settings)
 
     first = made(4)
     first.train()
@@ -198,18 +194,15 @@ def test_a_callback_stops_the_run_which_has_the_best_model_then_and_can_be_resum
     assert 6 <= result.steps < 400
     noted = [event["text"] for event in read_events(folder) if event["kind"] == "noted"]
     assert "Task.on_evaluate after step 6 stops the run: Enough sets should_training_stop" in noted
-    losses = {one["step"]: one["eval_loss"] for one in first.state.log_history if "eval_loss" in one}
+    losses = of_more(first)
     assert first.state.best_metric == min(losses.values()) == losses[first.state.best_global_step]
     assert Path(first.state.best_model_checkpoint).is_dir()
-    assert first.evaluate()["eval_loss"] == pytest.approx(first.state.best_metric, rel=1e-5)
+    assert first.evaluate()["eval_more_loss"] == pytest.approx(first.state.best_metric, rel=1e-5)
     # What stopped the run before does not do so again.
     again = made(result.steps + 10)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step > result.steps + 10
-    assert (
-        losses.items()
-        <= {one["step"]: one["eval_loss"] for one in again.state.log_history if "eval_loss" in one}.items()
-    )
+    assert losses.items() <= of_more(again).items()
 
 
 SCRIPT = """

@@ -86,6 +86,7 @@ def test_arguments_become_settings(tmp_path: Path, given: Any, expected: Any) ->
         ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' is not offered"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "needs a metric in every step"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' is not offered"),
+        ({"include_for_metrics": ["inputs", "logits"]}, "include_for_metrics=['logits'] is not offered"),
         ({"report_to": ["comet_ml"]}, "report_to='comet_ml' is not offered"),
         ({"torch_compile_backend": "eager", "torch_compile": True}, "torch_compile_backend='eager' is not offered"),
         ({"save_strategy": "best"}, "the best model is known by its evaluations, and there are none"),
@@ -114,6 +115,7 @@ def test_every_name_is_one_of_trainers_and_its_default_is_trainers(tmp_path: Pat
 
 
 USED = """
+include_for_metrics
 activation_checkpointing adam_beta1 adam_beta2 adam_epsilon bf16 eval_steps eval_strategy fp16
 gradient_accumulation_steps
 gradient_checkpointing gradient_checkpointing_kwargs greater_is_better label_names label_smoothing_factor learning_rate

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
+from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.trainer_parcel import write_parcel
 from raytrain_plus.bring.trainer_task import CallingTrainerTask, TrainerTask
 from raytrain_plus.bring.transformers import Seq2SeqTrainer, Trainer
@@ -160,6 +161,57 @@ def test_an_evaluation_gives_the_numbers_of_trainer(tmp_path: Path) -> None:
     expected = plain.evaluate()
     assert found["eval_accuracy"] == expected["eval_accuracy"]
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
+
+
+def test_metrics_get_what_they_are_to_include(tmp_path: Path) -> None:
+    def seen(given: Any) -> dict[str, float]:
+        return {"inputs": float((given.inputs >= 0).sum()), "losses": float(given.losses.sum())}
+
+    args = arguments(tmp_path, include_for_metrics=["inputs", "loss"])
+    task = task_of(tmp_path, trainer(tmp_path, compute_metrics=seen, args=args))
+    model = build_model(task, 0, CPU).module.eval()
+    found = task.summarise(task.evaluate(model, task.collate(TABLE)))
+    plain = transformers.Trainer(classifier(), args, data_collator=padded, eval_dataset=TOKENS, compute_metrics=seen)
+    expected = plain.evaluate()
+    for name in ("eval_inputs", "eval_losses"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_each_of_several_held_out_sets_has_the_metrics_that_trainer_gives_it(tmp_path: Path) -> None:
+    sets = {"few": TOKENS[:3], "many": TOKENS[3:]}
+    made = trainer(tmp_path, compute_metrics=accuracy, eval_dataset=sets)
+    made.held_out_names = list(sets)
+    task = task_of(tmp_path, made)
+    model = build_model(task, 0, CPU).module.eval()
+    table = TABLE.append_column("raytrain_set", pa.array([0] * 3 + [1] * 9))
+    # The first batch has rows of both.
+    batches = [task.evaluate(model, task.collate(table.slice(at, 5))) for at in (0, 5, 10)]
+    outputs = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
+    found = task.summarise(outputs)
+    plain = transformers.Trainer(
+        classifier(), made.args, data_collator=padded, eval_dataset=sets, compute_metrics=accuracy
+    )
+    expected = plain.evaluate()
+    assert set(found) == {"eval_few_loss", "eval_few_accuracy", "eval_many_loss", "eval_many_accuracy"}
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-6), name
+    # A trial sees the first rows alone.
+    first = task.summarise(task.evaluate(model, task.collate(table.slice(0, 2))))
+    assert set(first) == set(found)
+    assert np.isnan(first["eval_many_accuracy"])
+    assert not np.isnan(first["eval_few_accuracy"])
+    # The number of the set is none of the model's arguments.
+    assert task_loss(task, model, task.collate(table), 12).loss.item() > 0
+
+
+def test_sets_are_read_one_after_the_other() -> None:
+    rows = NumberedSets([TOKENS[:3], TOKENS[3:5]])
+    assert [rows[number] for number in range(len(rows))] == [
+        {**one, "raytrain_set": number} for one, number in zip(TOKENS, (0, 0, 0, 1, 1), strict=False)
+    ]
+    for odd in ([], iter(TOKENS), [(1, 2)]):
+        with pytest.raises(InputError, match="a dict of held-out datasets needs datasets with a length"):
+            NumberedSets([TOKENS, odd])
 
 
 def test_tokens_are_counted_and_their_mean_stands_beside_the_mean_over_rows(tmp_path: Path) -> None:
@@ -351,7 +403,6 @@ class Stops(EarlyStoppingCallback):
         ({"callbacks": [Stops(3)]}, "the callback Stops defines on_train_begin"),
         ({"run": {"workers": 3}}, "data and workers are groups"),
         ({"callbacks": [Ends()]}, "the callback Ends defines on_train_end, which a run does not call"),
-        ({"eval_dataset": {"a": TOKENS}}, "a dict of held-out datasets is not offered"),
         ({"callbacks": [EarlyStoppingCallback(3, 0.1)]}, "early_stopping_threshold"),
         ({"compute_loss_func": (one for one in ())}, "the trainer, which holds what its constructor"),
     ],
