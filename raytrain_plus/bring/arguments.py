@@ -57,6 +57,7 @@ IGNORED: Mapping[str, Any] = {
     "hub_model_id": None,
     "ignore_data_skip": False,
     "include_num_input_tokens_seen": "no",
+    "length_column_name": "length",
     "log_level": "passive",
     "log_level_replica": "warning",
     "log_on_each_node": True,
@@ -73,6 +74,7 @@ IGNORED: Mapping[str, Any] = {
 """Arguments that a run has no use for: name -> the default, of which nothing is said."""
 WHOLE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Optimizers that a run can step, save and divide."""
+GROUPED = "group_by_length"
 TRACKERS = ("mlflow", "wandb")
 BUILT_IN = ("none", "tensorboard")
 
@@ -103,12 +105,11 @@ def check_arguments(args: Any) -> None:
             f"include_for_metrics={included!r} is not offered", where=WHERE, expected="some of 'inputs' and 'loss'"
         )
     sampling = _text(getattr(args, "train_sampling_strategy", "random"))
-    if sampling not in ("random", "sequential"):
+    if sampling not in ("random", "sequential", GROUPED):
         raise InputError(
             f"train_sampling_strategy={sampling!r} is not offered",
             where=WHERE,
-            expected="random or sequential",
-            remedy="pad less with a smaller per_device_train_batch_size",
+            expected=f"random, sequential or {GROUPED}",
         )
     for tracker in _trackers(args):
         if tracker not in (*TRACKERS, *BUILT_IN):
@@ -129,13 +130,14 @@ def ignored(args: Any) -> list[str]:
 
 
 def settings_of_arguments(
-    args: Any, workers: int, rows: int | None, evaluates: bool, batch_size: int | None = None
+    args: Any, workers: int, rows: int | None, evaluates: bool, batch_size: int | None = None, main: str = "input_ids"
 ) -> dict[str, Any]:
     """Return the settings of a job, as in a job file, without its task and its data.
 
     `workers`: the declared number, of which the batch is made: it stays the same while workers come and go. `rows`:
     those of the training set, if they are known. `evaluates`: whether there are held-out rows. `batch_size`: that of
-    the run, if it is given. Raises `InputError` for values that a run does not have.
+    the run, if it is given. `main`: the model's main input, whose length is that of a row. Raises `InputError` for
+    values that a run does not have.
     """
     check_arguments(args)
     batch = batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps * workers
@@ -152,6 +154,8 @@ def settings_of_arguments(
         "trackers": [one for one in _trackers(args) if one in TRACKERS],
         **_length(args, epoch),
     }
+    if _text(getattr(args, "train_sampling_strategy", "random")) == GROUPED:
+        found["data"]["group_by_length"] = main
     total = found.get("steps") or (epoch or 1) * found["epochs"]
     if args.max_grad_norm:
         found["clip_norm"] = args.max_grad_norm

@@ -163,6 +163,7 @@ class TrainsAsRun:
             _length(train),
             held_out is not None,
             data.get("batch_size"),
+            getattr(trainer.model, "main_input_name", "input_ids"),
         )
         if "evaluate" in settings and _overrides(trainer, "evaluate"):
             raise InputError(

@@ -177,6 +177,7 @@ class Enough(TrainerCallback):
 
 def test_a_callback_stops_the_run_which_has_the_best_model_then_and_can_be_resumed(tmp_path: Path) -> None:
     changed = {"max_steps": 400, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 400}
+    changed["train_sampling_strategy"] = "group_by_length"
     best = {"metric_for_best_model": "more_loss", "load_best_model_at_end": True}
     run = {"workers": {"min": 1, "max": 1}}
 
@@ -203,6 +204,8 @@ def test_a_callback_stops_the_run_which_has_the_best_model_then_and_can_be_resum
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step > result.steps + 10
     assert losses.items() <= of_more(again).items()
+    checked = audit(str(tmp_path / "run"))
+    assert checked.clean, checked.faults
 
 
 SCRIPT = """
