@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from raytrain_plus.launch.handle import Handle, attach
     from raytrain_plus.launch.runner import resume, run, start
     from raytrain_plus.runs.export import load
-    from raytrain_plus.task import RunFacts, Task, WeightFiles
+    from raytrain_plus.task import RunFacts, StopRun, Task, WeightFiles
 
 __all__ = [
     "Checkpoint",
@@ -51,6 +51,7 @@ __all__ = [
     "Result",
     "RunError",
     "RunFacts",
+    "StopRun",
     "Task",
     "TaskError",
     "WeightFiles",
@@ -66,7 +67,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load names that need torch or Ray on first use, because these take seconds to import."""
-    if name in ("Task", "RunFacts", "WeightFiles"):
+    if name in ("Task", "RunFacts", "StopRun", "WeightFiles"):
         from raytrain_plus import task
 
         return getattr(task, name)

@@ -50,6 +50,14 @@ class WeightFiles:
     """Patterns of weights that keep the values that they are drawn with, such as "head.*"."""
 
 
+@dataclass(frozen=True, slots=True)
+class StopRun:
+    """Returned by `on_step`, `on_evaluate` or `on_checkpoint`: the run stops, as `raytrain stop` stops it."""
+
+    why: str
+    """The reason, which the run notes."""
+
+
 class Task:
     """One training task. The job's `args` become the constructor's keyword arguments.
 
@@ -253,7 +261,7 @@ class Task:
         """
         return ()
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: Mapping[str, Any]) -> StopRun | None:
         """Hear of a committed step. Optional, as `on_evaluate` and `on_checkpoint`: by default nothing is called.
 
         `metrics`: `step` and `epoch`, counted from 0, `samples` (rows), `loss`, `grad_norm`, `seconds`, `lr` (the
@@ -264,12 +272,15 @@ class Task:
         task that has no model. They cannot delay a step, nor end the run by raising: that is reported. Through losses
         of workers each call is made once. If the controller or this process dies, calls may be made again, and steps
         that are computed again are called again: use the number of the step as a key.
+
+        One that returns `StopRun(why)` has the run stop at a step boundary soon after, and save its state. Events from
+        before a run was resumed cannot stop it.
         """
 
-    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> StopRun | None:
         """Hear of an evaluation of the state after `step`, which is -1 before the first. See `on_step`."""
 
-    def on_checkpoint(self, step: int, path: str) -> None:
+    def on_checkpoint(self, step: int, path: str) -> StopRun | None:
         """Hear of a complete checkpoint of the state after `step`. See `on_step`.
 
         `path`: its folder, a path or an address; `raytrain export` takes it. The checkpoint is removed once

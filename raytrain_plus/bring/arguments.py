@@ -26,7 +26,6 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "fp16_full_eval": (False, "leave it out: evaluations compute in the precision of training"),
     "fsdp": (None, "run={'parallel': {'sharded': 'full'}}"),
     "fsdp_config": (None, "run={'parallel': {'sharded': 'full'}}"),
-    "include_for_metrics": ([], "leave it out: compute_metrics gets predictions and labels"),
     "optim_target_modules": (None, "use an optimizer of whole weights, such as adamw_torch"),
     "parallelism_config": (None, "run={'parallel': {'tensor': 2}}"),
     "push_to_hub": (False, "export the run with --format transformers, and push that folder"),
@@ -58,6 +57,7 @@ IGNORED: Mapping[str, Any] = {
     "hub_model_id": None,
     "ignore_data_skip": False,
     "include_num_input_tokens_seen": "no",
+    "length_column_name": "length",
     "log_level": "passive",
     "log_level_replica": "warning",
     "log_on_each_node": True,
@@ -74,6 +74,7 @@ IGNORED: Mapping[str, Any] = {
 """Arguments that a run has no use for: name -> the default, of which nothing is said."""
 WHOLE_WEIGHTS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor")
 """Optimizers that a run can step, save and divide."""
+GROUPED = "group_by_length"
 TRACKERS = ("mlflow", "wandb")
 BUILT_IN = ("none", "tensorboard")
 
@@ -98,13 +99,17 @@ def check_arguments(args: Any) -> None:
             where=WHERE,
             remedy="use a schedule as long as the run, such as cosine",
         )
+    included = [name for name in args.include_for_metrics or () if name not in ("inputs", "loss")]
+    if included:
+        raise InputError(
+            f"include_for_metrics={included!r} is not offered", where=WHERE, expected="some of 'inputs' and 'loss'"
+        )
     sampling = _text(getattr(args, "train_sampling_strategy", "random"))
-    if sampling not in ("random", "sequential"):
+    if sampling not in ("random", "sequential", GROUPED):
         raise InputError(
             f"train_sampling_strategy={sampling!r} is not offered",
             where=WHERE,
-            expected="random or sequential",
-            remedy="pad less with a smaller per_device_train_batch_size",
+            expected=f"random, sequential or {GROUPED}",
         )
     for tracker in _trackers(args):
         if tracker not in (*TRACKERS, *BUILT_IN):
@@ -125,13 +130,14 @@ def ignored(args: Any) -> list[str]:
 
 
 def settings_of_arguments(
-    args: Any, workers: int, rows: int | None, evaluates: bool, batch_size: int | None = None
+    args: Any, workers: int, rows: int | None, evaluates: bool, batch_size: int | None = None, main: str = "input_ids"
 ) -> dict[str, Any]:
     """Return the settings of a job, as in a job file, without its task and its data.
 
     `workers`: the declared number, of which the batch is made: it stays the same while workers come and go. `rows`:
     those of the training set, if they are known. `evaluates`: whether there are held-out rows. `batch_size`: that of
-    the run, if it is given. Raises `InputError` for values that a run does not have.
+    the run, if it is given. `main`: the model's main input, whose length is that of a row. Raises `InputError` for
+    values that a run does not have.
     """
     check_arguments(args)
     batch = batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps * workers
@@ -148,6 +154,8 @@ def settings_of_arguments(
         "trackers": [one for one in _trackers(args) if one in TRACKERS],
         **_length(args, epoch),
     }
+    if _text(getattr(args, "train_sampling_strategy", "random")) == GROUPED:
+        found["data"]["group_by_length"] = main
     total = found.get("steps") or (epoch or 1) * found["epochs"]
     if args.max_grad_norm:
         found["clip_norm"] = args.max_grad_norm
@@ -182,6 +190,18 @@ def best_mode(args: Any) -> str:
     if greater is None:
         greater = not best_metric(args).endswith("loss")
     return "max" if greater else "min"
+
+
+def improve(state: Any, args: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """Set the best metric and step of Trainer's `state` if the evaluation after `step` is the best, by its rule."""
+    value = None if args.metric_for_best_model is None else metrics.get(best_metric(args))
+    if value is None:
+        return
+    sign = 1 if best_mode(args) == "max" else -1
+    if sign * value > (-math.inf if state.best_metric is None else sign * state.best_metric):
+        state.best_metric = value
+        if _text(args.save_strategy) != "no":
+            state.best_global_step = step + 1
 
 
 def _length(args: Any, epoch: int | None) -> dict[str, int]:

@@ -15,16 +15,19 @@ import pyarrow as pa
 import torch
 from torch import nn
 
-from raytrain_plus.bring.arguments import ignored, in_steps
+from raytrain_plus.bring.arguments import ignored, improve, in_steps
 from raytrain_plus.bring.empty import without_values
+from raytrain_plus.bring.held_out_sets import SET, by_set, rows_where
 from raytrain_plus.bring.lora import frozen_names
 from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
 from raytrain_plus.errors import TaskError
-from raytrain_plus.task import SINGLE, Task, field_name
+from raytrain_plus.task import SINGLE, StopRun, Task, field_name
 from raytrain_plus.torch_compat import pytree
 
+STOPS = "should_training_stop"
+"""What a callback can ask of a run."""
 LOSS, TOKEN_LOSS = "eval_loss", "eval_token_loss"
-_PREDICTIONS, _LABELS = "predictions", "labels"
+_PREDICTIONS, _LABELS, _INPUTS = "predictions", "labels", "inputs"
 
 
 class TrainerTask(Task):
@@ -111,7 +114,8 @@ class TrainerTask(Task):
             collator = copy.copy(collator)
             collator.generator = torch.Generator().manual_seed(zlib.crc32(repr(table.to_pydict()).encode()))
             collator.seed, collator._generator_pid = 1, os.getpid()
-        features = _items(table, trainer.item_kinds)
+        sets = table.column(SET) if SET in table.column_names else None
+        features = _items(table if sets is None else table.drop_columns(SET), trainer.item_kinds)
         if not trainer.columns_removed and trainer.args.remove_unused_columns:
             collator = trainer._get_collator_with_removed_columns(collator)
         batch = _plain(collator(features))
@@ -121,7 +125,15 @@ class TrainerTask(Task):
                 where="Trainer(data_collator=...)",
                 expected="one row of the batch for each row of the dataset: every row counts once",
             )
-        return batch
+        if sets is None:
+            return batch
+        if not isinstance(batch, Mapping):
+            raise TaskError(
+                f"the data collator made a {type(batch).__name__}",
+                where="Trainer(data_collator=...)",
+                expected="a dict, for a dict of held-out datasets",
+            )
+        return {**batch, SET: torch.tensor(sets.to_pylist())}
 
     def loss(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what `compute_loss` returns for the batch; it counts the labels that Trainer divides by."""
@@ -133,23 +145,45 @@ class TrainerTask(Task):
 
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: the loss of each row, as Trainer repeats it, and what `compute_metrics` gets."""
+        if isinstance(batch, Mapping) and SET in batch:
+            sets = batch[SET]
+            parts = [self._evaluated(model, rows_where(batch, sets == number))[0] for number in sets.unique()]
+            return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        found, token_loss, count = self._evaluated(model, batch)
+        if token_loss is not None and count is not None and _of_tokens(batch):
+            return {"metrics": {**found, TOKEN_LOSS: token_loss}, "weight": count}
+        return found
+
+    def _evaluated(self, model: nn.Module, batch: Any) -> tuple[dict[str, Any], torch.Tensor | None, Any]:
+        """Return what is known of each row of a batch, its mean loss, and how many labels that counts."""
         trainer = self._trainer
         inputs, rows = self._inputs(model, batch), _rows(batch)
+        found: dict[str, Any] = {SET: batch[SET]} if isinstance(batch, Mapping) and SET in batch else {}
+        if self._has_metrics and "inputs" in self._included:
+            found |= self._flat(_INPUTS, inputs[getattr(model, "main_input_name", "input_ids")], rows)
         count = self._count(inputs)
         loss, logits, labels = trainer.prediction_step(model, inputs, not self._has_metrics)
-        found: dict[str, Any] = {}
-        if loss is not None:
-            found[LOSS] = loss.detach().float().mean().repeat(rows)
+        mean = None if loss is None else loss.detach().float().mean()
+        if mean is not None:
+            found[LOSS] = mean.repeat(rows)
         if self._has_metrics:
             if trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             found |= self._flat(_PREDICTIONS, logits, rows) | self._flat(_LABELS, labels, rows)
-        if loss is not None and count is not None and _of_tokens(batch):
-            return {"metrics": {**found, TOKEN_LOSS: loss.detach().float().mean()}, "weight": count}
-        return found
+        return found, mean, count
 
     def summarise(self, outputs: Mapping[str, torch.Tensor]) -> Mapping[str, Any]:
-        """See `Task`: the mean loss of the rows, and what `compute_metrics` returns."""
+        """See `Task`: the mean loss of the rows, and what `compute_metrics` returns; of each set, if there are some."""
+        if SET not in outputs:
+            return self._summary(outputs)
+        sets = outputs[SET]
+        numbers = {int(number): sets == number for number in sets.unique()}
+        return by_set(
+            {number: self._summary(rows_where(outputs, chosen)) for number, chosen in numbers.items()},
+            self._trainer.held_out_names,
+        )
+
+    def _summary(self, outputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         from transformers import EvalPrediction
 
         trainer = self._trainer
@@ -157,7 +191,12 @@ class TrainerTask(Task):
         if LOSS in outputs:
             found[LOSS] = outputs[LOSS].double().mean().item()
         if self._has_metrics:
-            nested = EvalPrediction(self._nested(_PREDICTIONS, outputs), self._nested(_LABELS, outputs))
+            nested = EvalPrediction(
+                self._nested(_PREDICTIONS, outputs),
+                self._nested(_LABELS, outputs),
+                inputs=self._nested(_INPUTS, outputs) if "inputs" in self._included else None,
+                losses=outputs[LOSS].numpy() if "loss" in self._included and LOSS in outputs else None,
+            )
             metrics = trainer.compute_metrics(nested)
             if not isinstance(metrics, Mapping):
                 raise TaskError(
@@ -172,9 +211,16 @@ class TrainerTask(Task):
     def _has_metrics(self) -> bool:
         return self._trainer.compute_metrics is not None and not self._trainer.args.prediction_loss_only
 
+    @property
+    def _included(self) -> Sequence[str]:
+        """What `compute_metrics` gets beside predictions and labels."""
+        return self._trainer.args.include_for_metrics or ()
+
     def _inputs(self, model: nn.Module, batch: Any) -> Any:
         """Return a batch that the trainer's methods may change; they see this model and its device."""
         trainer, inputs = self._trainer, _plain(batch)
+        if isinstance(inputs, dict):
+            inputs.pop(SET, None)
         device = _device(inputs)
         trainer.model = trainer.model_wrapped = model
         # What `TrainingArguments` would find are the devices of a process that has them all.
@@ -220,37 +266,53 @@ class CallingTrainerTask(TrainerTask):
 
         return TrainerState()
 
-    def on_step(self, metrics: Mapping[str, Any]) -> None:
+    def on_step(self, metrics: Mapping[str, Any]) -> StopRun | None:
         """See `Task`: `on_step_end`, and `on_log` in the steps that are logged."""
         state = self._trainer.state
         state.global_step, state.epoch = metrics["step"] + 1, float(metrics["epoch"])
-        self._call("on_step_end")
+        state.max_steps = self.run.total_steps
+        calls: dict[str, dict[str, Any]] = {"on_step_end": {}}
         if state.global_step % in_steps(self._trainer.args.logging_steps, self.run.total_steps) == 0:
             logs = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "learning_rate": metrics["lr"]}
-            self._call("on_log", logs=logs)
+            calls["on_log"] = {"logs": logs}
+        return self._call(calls)
 
-    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> None:
+    def on_evaluate(self, step: int, metrics: Mapping[str, float]) -> StopRun | None:
         """See `Task`: `on_evaluate`, but for the untrained state, of which Trainer does not tell."""
-        if step >= 0:
-            self._call("on_evaluate", metrics=dict(metrics))
+        if step < 0:
+            return None
+        improve(self._trainer.state, self._trainer.args, step, metrics)
+        return self._call({"on_evaluate": {"metrics": dict(metrics)}})
 
-    def on_checkpoint(self, step: int, path: str) -> None:
+    def on_checkpoint(self, step: int, path: str) -> StopRun | None:
         """See `Task`: `on_save`."""
-        self._call("on_save")
+        state = self._trainer.state
+        if state.best_global_step == step + 1:
+            state.best_model_checkpoint = path
+        return self._call({"on_save": {}})
 
-    def _call(self, event: str, **given: Any) -> None:
+    def _call(self, calls: Mapping[str, Mapping[str, Any]]) -> StopRun | None:
+        """Call these methods of all callbacks. Raises `TaskError` if one then asks for something else than a stop."""
         from transformers import TrainerControl
 
         trainer, control = self._trainer, TrainerControl()
-        for callback in trainer.callbacks_called:
-            control = getattr(callback, event)(trainer.args, trainer.state, control, **given) or control
-            asked = next((name for name, value in vars(control).items() if value is True), None)
-            if asked is not None:
-                raise TaskError(
-                    f"{type(callback).__name__} sets {asked}, and a callback of a run can ask for nothing",
-                    where="Trainer(callbacks=...)",
-                    remedy="EarlyStoppingCallback, TrainingArguments, or raytrain stop",
-                )
+        asked: dict[str, str] = {}
+        for method, given in calls.items():
+            for callback in trainer.callbacks_called:
+                control = getattr(callback, method)(trainer.args, trainer.state, control, **given) or control
+                for name in [name for name, value in vars(control).items() if value is True]:
+                    asked.setdefault(name, f"{type(callback).__name__} sets {name}")
+        if STOPS in asked:
+            # A run that stops saves its state, too.
+            return StopRun(asked[STOPS])
+        if asked:
+            raise TaskError(
+                f"{next(iter(asked.values()))}, which a run ignores",
+                where="Trainer(callbacks=...)",
+                expected=STOPS,
+                remedy="set save_steps, eval_steps and logging_steps",
+            )
+        return None
 
 
 class Unknown:

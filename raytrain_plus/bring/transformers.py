@@ -29,20 +29,27 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import is_datasets_available
 
-from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, settings_of_arguments
+from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_steps, settings_of_arguments
+from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
 from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
+from raytrain_plus.checks.promises import promises_of
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
 from raytrain_plus.launch.runner import run as run_job
 from raytrain_plus.observe.run_events import read_events
+from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.result import Result
 from raytrain_plus.runs.export import load
 from raytrain_plus.runs.folder import job_of
+from raytrain_plus.runs.history import load_history
+from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import field_name
+from raytrain_plus.training.weights.model_part import inexact_parameter
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
 CALLING = "raytrain_plus.bring.trainer_task:CallingTrainerTask"
@@ -81,6 +88,7 @@ UNHEARD = (
     "on_train_end",
 )
 """Events of which callbacks in a run do not hear."""
+_LOGGED = ("step_committed", "evaluated")
 _BUILT_IN = (DefaultFlowCallback, EarlyStoppingCallback, PrinterCallback, ProgressCallback)
 _LEFT = (
     "_eval_dataloaders",
@@ -100,7 +108,7 @@ _LEFT = (
 """What a trainer does not take along to the workers."""
 
 
-class _Elastic:
+class TrainsAsRun:
     """What replaces `train`, mixed into a trainer of Transformers."""
 
     def __init__(self, *args: Any, run: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -116,6 +124,8 @@ class _Elastic:
         """What the fields of the items are that are no values of Python's own: see `kind_of`."""
         self.columns_removed = False
         """Whether the dataset has only the columns that the model takes."""
+        self.held_out_names: list[str] = []
+        """The names of the held-out datasets, if there are several."""
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train in a run, and return what Trainer returns; the model has the weights of its end, or the best ones.
@@ -129,11 +139,15 @@ class _Elastic:
             raise InputError(f"train({given}) is not offered", where="Trainer.train", expected="resume_from_checkpoint")
         trainer: Any = self
         job, parcel = self._job(trainer, bool(resume_from_checkpoint))
+        inexact = "" if trainer.model is None else inexact_parameter(list(trainer.model.named_parameters()))
+        for line in promises_of(job, size_table(job), inexact):
+            print(f"promised: {line}", flush=True)
         result = run_job(job, fresh=not resume_from_checkpoint, roots=[parcel])
         if result.status == "failed":
             raise RunError(result.error or "the run failed")
+        found = _output(trainer, result)
         _take_back(trainer, result)
-        return _output(trainer, result)
+        return found
 
     def _job(self, trainer: Any, resumes: bool = False) -> tuple[Job, Path]:
         """Return the job of the run, and the folder beside it that the workers read."""
@@ -151,6 +165,7 @@ class _Elastic:
             _length(train),
             held_out is not None,
             data.get("batch_size"),
+            getattr(trainer.model, "main_input_name", "input_ids"),
         )
         if "evaluate" in settings and _overrides(trainer, "evaluate"):
             raise InputError(
@@ -205,15 +220,15 @@ class _Elastic:
         trainer.create_accelerator_and_postprocess()
 
 
-class Trainer(_Elastic, transformers.Trainer):  # type: ignore[misc]
+class Trainer(TrainsAsRun, transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer`, whose `train` is a run."""
 
 
-class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(TrainsAsRun, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """`transformers.Seq2SeqTrainer`, whose `train` is a run."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """See `_Elastic`; also what `evaluate` passes to `generate`."""
+        """See `TrainsAsRun`; also what `evaluate` passes to `generate`."""
         args = self.args
         given = {"max_length": args.generation_max_length, "num_beams": args.generation_num_beams}
         return {
@@ -224,10 +239,11 @@ class Seq2SeqTrainer(_Elastic, transformers.Seq2SeqTrainer):  # type: ignore[mis
 
 def _overrides(trainer: Any, name: str) -> bool:
     """Return whether the class of a trainer has a method of Trainer's of its own."""
-    kinds = (transformers.Seq2SeqTrainer, transformers.Trainer)
-    plain = next(kind for kind in kinds if isinstance(trainer, kind))
+    kinds = type(trainer).__mro__
+    # The library's class, to which `TrainsAsRun` is mixed in.
+    plain = kinds[kinds.index(TrainsAsRun) + 1]
     own = getattr(type(trainer), name)
-    return own is not getattr(plain, name) and own is not getattr(_Elastic, name, None)
+    return own is not getattr(plain, name) and own is not getattr(TrainsAsRun, name, None)
 
 
 def _check(trainer: Any) -> None:
@@ -244,10 +260,6 @@ def _check(trainer: Any) -> None:
             "optimizers=(optimizer, scheduler) are of the model in this process, and workers have models of their own",
             where="Trainer",
             remedy="give optimizer_cls_and_kwargs, or override create_optimizer and create_scheduler",
-        )
-    if isinstance(trainer.eval_dataset, Mapping):
-        raise InputError(
-            "a dict of held-out datasets is not offered", where="Trainer(eval_dataset=...)", expected="one dataset"
         )
     for callback in _callbacks(trainer):
         for name in UNHEARD:
@@ -269,7 +281,9 @@ def _callbacks(trainer: Any) -> list[Any]:
 
 
 def _used(trainer: Any, dataset: Any) -> Any:
-    """Return a dataset of Hugging Face with the columns that the model takes; others as they are."""
+    """Return a dataset, or each of a dict; one of Hugging Face has only the columns that the model takes."""
+    if isinstance(dataset, Mapping):
+        return {name: _used(trainer, one) for name, one in dataset.items()}
     return trainer._remove_unused_columns(dataset) if _of_datasets(dataset) else dataset
 
 
@@ -298,6 +312,10 @@ def _write(parcel: Path, trainer: Any, train: Any, held_out: Any) -> None:
     if trainer.model_init is None:
         # The workers have the devices.
         model = prepared(trainer, trainer.model.cpu())
+    if isinstance(held_out, Mapping):
+        trainer.held_out_names = list(held_out)
+        # The columns of both are the same.
+        train, held_out = NumberedSets([train]), NumberedSets(list(held_out.values()))
     write_parcel(parcel, trainer, model, train, held_out)
 
 
@@ -361,10 +379,18 @@ def _take_back(trainer: Any, result: Result) -> None:
     """Give the trainer's model the weights of the run."""
     if trainer.model_init is not None:
         trainer.model = trainer.model_wrapped = trainer.call_model_init()
-    best = trainer.args.load_best_model_at_end and result.status == "finished"
+    known = result.status == "finished" or trainer.state.best_model_checkpoint is not None
+    best = trainer.args.load_best_model_at_end and known
     load(result.path, trainer.model, best=best)
     if trainer.place_model_on_device:
         trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+
+def _checkpoint(run: Folder, step: int) -> str | None:
+    """Return the path of the run's complete checkpoint after this step; None if there is none."""
+    saved = [found for found in load_history(run).found if found.manifest is not None and found.step == step]
+    newest = max(saved, key=lambda found: found.generation, default=None)
+    return None if newest is None else run.inside(CHECKPOINTS).inside(newest.name).address
 
 
 def _output(trainer: Any, result: Result) -> TrainOutput:
@@ -372,11 +398,14 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
     log, losses = list[dict[str, Any]](), list[float]()
     state, every = trainer.state, in_steps(trainer.args.logging_steps, result.steps)
     since, rows, used, epoch = list[float](), _length(trainer.train_dataset), 0, 0.0
-    events = list(read_events(open_folder(result.path)))
+    folder = open_folder(result.path)
     # Of a step that was made again, the last one counts.
-    newest = {event["step"]: event for event in events if event["kind"] == "step_committed"}
-    for event in events:
-        if event["kind"] == "step_committed" and newest[event["step"]] is event:
+    newest = {(event["kind"], event["step"]): event for event in read_events(folder) if event["kind"] in _LOGGED}
+    state.best_metric = state.best_global_step = state.best_model_checkpoint = None
+    for event in sorted(newest.values(), key=lambda one: (one["step"], one["kind"] == "evaluated")):
+        if event["step"] >= result.steps:
+            break
+        if event["kind"] == "step_committed":
             losses.append(float(event["loss"]))
             since.append(losses[-1])
             used += event["samples"]
@@ -387,9 +416,12 @@ def _output(trainer: Any, result: Result) -> TrainOutput:
                 entry |= {"learning_rate": rate[0] if isinstance(rate, list) else rate}
                 log.append({**entry, "epoch": epoch, "step": event["step"] + 1})
                 since.clear()
-        elif event["kind"] == "evaluated" and event["step"] >= 0:
+        elif event["step"] >= 0:
             metrics = {name: float(value) for name, value in event["metrics"].items()}
             log.append({**metrics, "epoch": epoch, "step": event["step"] + 1})
+            improve(state, trainer.args, event["step"], metrics)
+    if state.best_global_step is not None:
+        state.best_model_checkpoint = _checkpoint(folder, state.best_global_step - 1)
     state.global_step, state.max_steps, state.epoch = result.steps, result.steps, epoch
     state.log_history = log
     loss = sum(losses) / len(losses) if losses else 0.0

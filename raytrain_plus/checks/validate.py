@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytrain_plus.checks.promises import promises_of
 from raytrain_plus.checks.trial_process import Trying
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.data.dataset import held_out_data, training_data
@@ -126,9 +127,11 @@ class Report:
     kept: bool = False
     """Whether workers keep the row groups in memory once they are read, so that an epoch reads nothing again."""
     sharded: tuple[str, ...] = ()
-    """What each worker holds of a sharded training state, and which losses cost steps."""
+    """What each worker holds of a sharded training state."""
     slices: tuple[str, ...] = ()
     """The part of a model in slices that each worker holds."""
+    promises: tuple[str, ...] = ()
+    """See `checks.promises`."""
 
     @property
     def most_stages(self) -> int:
@@ -166,6 +169,7 @@ class Report:
             replicas = f"{' of '.join([plural(size.replicas, 'replica'), *of])}, " if of else ""
             said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
         said += [f"  {line}" for line in (*self.slices, *self.sharded)]
+        said += [f"  promised: {line}" for line in self.promises]
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
         if self.many_passes:
@@ -273,12 +277,13 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     with shown():
         code = load_user_code(job, search)
         build_task(code.task, job.args)
+    inexact = ""
     if trying is None:
         # Without the data, the length of a job in epochs is not known: its workers check a scheduler that needs it.
         facts = None if job.steps is None else run_facts(job, job.steps)
         with prints_hidden():
             check_files(job, code.task)
-            _check_model(job, build_task(code.task, job.args, facts))
+            inexact = _check_model(job, build_task(code.task, job.args, facts))
     check_preparable(job, search)
     choose_collective(job.collective)
     check_installed(job.trackers)
@@ -291,7 +296,19 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
     if trying is not None:
         trying.data()
     elif not all(_is_made(job, path) for path in training_paths(job).values()):
-        return Report(job.name, sizes, None, None, None, None, unformed, many_passes=passes, sharded=sharded)
+        promises = promises_of(job, table, inexact)
+        return Report(
+            job.name,
+            sizes,
+            None,
+            None,
+            None,
+            None,
+            unformed,
+            many_passes=passes,
+            sharded=sharded,
+            promises=promises,
+        )
     with shown():
         seen = training_data(job, search)
     check_enough(seen, job.data.shards)
@@ -333,6 +350,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         kept=keeps_rows(job, seen),
         sharded=sharded,
         slices=_slice_lines(job, layers),
+        promises=promises_of(job, table, inexact if trial is None else trial.inexact),
     )
 
 
@@ -358,20 +376,23 @@ def _is_made(job: Job, path: str) -> bool:
     return job.data.prepare is None or data_exists(place_of(path))
 
 
-def _check_model(job: Job, task: Task) -> None:
-    """Raise `TaskError` for a parameter whose gradients cannot be summed as the job requests, or for the scheduler.
+def _check_model(job: Job, task: Task) -> str:
+    """Return `inexact_parameter` of the task's model.
+
+    Raises `TaskError` for a parameter whose gradients cannot be summed as the job requests, or for the scheduler.
 
     `task`: used for nothing else, because it may keep the model without values that is built here.
     """
     # Imported here because these modules load torch.
     from raytrain_plus.training.model.model import parameters_of
-    from raytrain_plus.training.weights.model_part import check_summable
+    from raytrain_plus.training.weights.model_part import check_summable, inexact_parameter
     from raytrain_plus.training.weights.scheduler import check_scheduler
 
     with as_task_error(f"the model of {type(task).__name__} cannot be checked", f"task: {job.task}"):
         named = parameters_of(task)
         check_summable(named, exact=job.reduction == "exact")
         check_scheduler(task, named)
+        return inexact_parameter(named)
 
 
 def _forecast(

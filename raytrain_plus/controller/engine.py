@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints, publisher_of
 from raytrain_plus.controller.checkpoints.restoring import Restoring
@@ -56,7 +57,7 @@ class Engine:
         metrics: Metrics,
         host: Host,
         clock: Clock,
-        listeners: Callable[[Listened, str], Listeners],
+        listeners: Callable[[Listened, str, Any], Listeners],
     ) -> None:
         """Wire the parts for the run of this order; `began`: Unix seconds at which Ray was available."""
         self._listeners = listeners

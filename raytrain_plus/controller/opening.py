@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.record.journal import Beginning
@@ -21,11 +22,12 @@ from raytrain_plus.storage.outage import outage_of
 
 
 def open_run(
-    order: RunOrder, run: Claimed, record: RunRecord, host: Host, listeners: Callable[[Listened, str], Listeners]
+    order: RunOrder, run: Claimed, record: RunRecord, host: Host, listeners: Callable[[Listened, str, Any], Listeners]
 ) -> None:
-    """Claim the run's folder and open it; `listeners` prepares those that hear of the run, on a node.
+    """Claim the run's folder and open it.
 
-    Raises `RunError` if the storage does not take what a run begins with.
+    `listeners` prepares those that hear of the run, on a node and for the controller's actor. Raises `RunError` if the
+    storage does not take what a run begins with.
     """
     plan = order.plan
     try:
@@ -33,7 +35,7 @@ def open_run(
         run.hold(fence.claim)
         dataset = {**plan.data.describe(), **({} if order.older else {READING: 2})}
         beginning = Beginning(order.job_yaml, order.versions, dataset, host.cluster, host.name)
-        record.open(fence, beginning, listeners(listened_of(order, run), host.node))
+        record.open(fence, beginning, listeners(listened_of(order, run), host.node, host.actor))
         source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
         run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])
     except StorageError as failure:

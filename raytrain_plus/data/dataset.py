@@ -27,7 +27,7 @@ from raytrain_plus.data.paths.path_columns import columns_of, folder_of_other_ke
 from raytrain_plus.data.paths.repository import only_split
 from raytrain_plus.data.sources.alike import alike, check_own_labels
 from raytrain_plus.data.sources.converted_source import ConvertedSource, Origin, converted_source
-from raytrain_plus.data.sources.items import item_source
+from raytrain_plus.data.sources.items import ItemSource, item_source
 from raytrain_plus.data.sources.iterated import read_once
 from raytrain_plus.data.sources.joined_source import JoinedSource, joined
 from raytrain_plus.data.sources.mixed_source import mixed
@@ -128,7 +128,8 @@ def training_data(job: Job, roots: Sequence[str | Path], *, older: bool = False)
     scattered = job.data.shuffle != "none"
     if job.data.mix is None:
         path, spec = job.data.path, job.data.dataset
-        return _with_tokens(job, _rows(job, path, spec, job.data.format, roots, scattered=scattered, older=older))
+        rows = _rows(job, path, spec, job.data.format, roots, scattered=scattered, older=older)
+        return _with_tokens(job, _by_length(job, rows))
     sources = [
         _rows(job, one.get("path"), one.get("dataset"), one.get("format"), roots, scattered=scattered, older=older)
         for one in job.data.mix
@@ -147,6 +148,20 @@ def both_data(job: Job, roots: Sequence[str | Path], *, older: bool = False) -> 
     """Return the training data and the held-out data, if there are any, as a run reads them. `older`: see `READING`."""
     seen = training_data(job, roots, older=older)
     return (seen, None) if job.evaluate is None else alike(seen, held_out_data(job, roots, older=older), older=older)
+
+
+def _by_length(job: Job, rows: Source) -> Source:
+    """Return the source of rows in groups of similar length, if the job says so."""
+    column, data = job.data.group_by_length, job.data
+    if column is None:
+        return rows
+    if not isinstance(rows, ItemSource):
+        raise DataError(
+            "only a dataset that is read by index can be grouped by length",
+            where=f"data.group_by_length: {rows.named}",
+            remedy="return a torch.utils.data.Dataset with a length, or leave data.group_by_length out",
+        )
+    return rows.by_length(column, data.batch_size, data.batch_size // data.shards // job.parallel.microbatches)
 
 
 def _with_tokens(job: Job, rows: Source) -> Source:

@@ -93,6 +93,15 @@ class Data:
     inside each group. A dataset that is read by index, and `windows`, are permuted as a whole first, unless it is
     `none`; then blocks of them are what row groups are."""
 
+    group_by_length: Annotated[str | None, KEPT] = None
+    """Name of a column of `dataset` by which rows of similar length are used together, so that less of a batch is
+    padding: of lists and text their length counts, of whole numbers the number. Default None: rows of any length.
+
+    Rows are sorted within windows of 50 global batches, and cut into blocks of 8 microbatches; each epoch shuffles the
+    blocks, and the rows in each. All items are read once before the run begins. Not with `mix`, `pack` or `shuffle:
+    none`.
+    """
+
     transform: Annotated[str | None, bounds.import_path, KEPT] = None
     """`module:function(table, rng)` applied to blocks of at most `granule` rows before batching.
 

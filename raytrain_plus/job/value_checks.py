@@ -112,6 +112,13 @@ def _packed(collate: str | None, pipeline: int, tensor: int) -> Problem:
     return what, "pad, stack or module:function, or parallel.pipeline: 1 and parallel.tensor: 1", ""
 
 
+def _grouped(column: str | None, dataset: str | None, shuffle: str, pack: int | None) -> Problem:
+    if column is None or (dataset is not None and shuffle == "rows" and pack is None):
+        return None
+    what = "rows are grouped by length out of a dataset that is read by index, and shuffled"
+    return what, "data.dataset, data.shuffle: rows and no data.pack", ""
+
+
 def _one_length(pack: int | None, collate: str | None) -> Problem:
     if pack is None or collate not in ("pad", "pack"):
         return None
@@ -188,6 +195,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.prepare", "data.dataset"), _only_paths),
     (("data.batch_size", "data.shards"), _batch),
     (("data.collate", "parallel.pipeline", "parallel.tensor"), _packed),
+    (("data.group_by_length", "data.dataset", "data.shuffle", "data.pack"), _grouped),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
     (("data.image_size", "data.windows"), _windows_alone),

@@ -76,7 +76,7 @@ def share_of(parallel: Parallel, replicas: int) -> Fraction:
 
 
 def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, int] | None = None) -> tuple[str, ...]:
-    """Return what each worker holds of a sharded state, and which losses cost steps; empty if it is not sharded.
+    """Return what each worker holds of a sharded state; empty if it is not sharded.
 
     `sizes`: possible numbers of model replicas. `state`: the bytes of the training state of each worker, if each of so
     many replicas is one worker.
@@ -85,7 +85,6 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
     ...     print(line)
     optimizer's state: all of it on each of 1 or 2 workers, 25 % on each of 8
     training state of a worker: 1.6 MB with 1 worker, 1.0 MB with 8
-    any one worker can be lost without a step; if both holders of a row are lost at once, the newest checkpoint is used
     >>> print(sharded_lines(Parallel(sharded="optimizer", pipeline=4), [1, 3])[0])
     optimizer's state of a stage: all of it on each of its workers with 1 replica, 67 % with 3
     """
@@ -100,16 +99,6 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
     shares = sorted({count for count in sizes if count > holders})
     # The smallest and the largest tell enough.
     parts += [f"{100 * holders / count:.0f} % {less} {count}" for count in sorted({*shares[:1], *shares[-1:]})]
-    if holders == 1:
-        losses = "each row has one holder: after the loss of any worker, the run goes back to its newest checkpoint"
-    else:
-        several = "both holders" if holders == 2 else f"all {holders} holders"
-        count = "any one worker" if holders == 2 else f"any {holders - 1} workers"
-        losses = (
-            f"{count} can be lost without a step; if {several} of a row are lost at once, the newest checkpoint is used"
-        )
-    if staged:
-        losses += "; the stages of a single replica are copied to other workers, as without sharding"
     what = "optimizer's state" if parallel.sharded == "optimizer" else "weights, gradients and optimizer's state"
     what += " of a stage" if staged else ""
     lines = [f"{what}: {', '.join(parts)}"]
@@ -117,7 +106,7 @@ def sharded_lines(parallel: Parallel, sizes: Sequence[int], state: Mapping[int, 
         few, most = min(state), max(state)
         least = f", {size_text(state[most])} with {most}" if most > few else ""
         lines.append(f"training state of a worker: {size_text(state[few])} with {few} worker{'s' * (few > 1)}{least}")
-    return *lines, losses
+    return tuple(lines)
 
 
 def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.remarks import attributes_changed, scaled_hooks, stays_in_evaluation, woken
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.added_state import AddedState
-from raytrain_plus.training.model.model import pass_names, train_as_built
+from raytrain_plus.training.model.model import parameters_of, pass_names, train_as_built
 from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
 from raytrain_plus.training.model.unshared import Unshared
 from raytrain_plus.training.model.weights_check import check_files
@@ -57,7 +57,7 @@ from raytrain_plus.training.passes.task_loss import TaskLoss, held_out_metrics, 
 from raytrain_plus.training.step.build import build_state, initial_sums, own_share, slicing_of, task_of, whole_steps
 from raytrain_plus.training.step.step import UNDEFINED, SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.training.weights.model_part import check_hooks, hooked_parameters
+from raytrain_plus.training.weights.model_part import check_hooks, hooked_parameters, inexact_parameter
 from raytrain_plus.training.weights.optimizer import build_optimizer, check_own_parameters, takes_model
 from raytrain_plus.training.weights.scheduler import build_scheduler
 from raytrain_plus.training.weights.step_options import Technique, technique_of
@@ -119,6 +119,8 @@ class Trial:
     """The size of the training state; None if it is not known, or is partitioned into stages."""
     shard_cost: ShardCost | None = None
     """The cost of a shard beside its passes; None if it was not measured."""
+    inexact: str = ""
+    """The parameter whose gradients cannot be summed exactly; empty if there is none."""
 
 
 def check_signatures(task: Task) -> None:
@@ -157,6 +159,9 @@ def try_on_cpu(job: Job, cls: type[Task], rows: RowReader, held_out: RowReader |
         make_deterministic()
     try:
         trial = try_task(job, cls, torch.device("cpu"), rows, held_out)
+        with prints_hidden():
+            inexact = inexact_parameter(parameters_of(task_of(job, cls, rows.sample_order.steps)))
+        trial = replace(trial, inexact=inexact)
         if trial.seconds > LONG_S or job.parallel.by_layer:
             return trial
         with prints_hidden():

@@ -57,7 +57,7 @@ class LocalListeners:
 
     def begin(self, behind: int, evaluated: Callable[[], Evaluations]) -> None:
         """See `Listeners`."""
-        self._listening = Listening(self._listened, behind, evaluated())
+        self._listening = Listening(self._listened, behind, evaluated(), stop=_unasked)
 
     def news(self) -> Sequence[str]:
         """See `Listeners`."""
@@ -89,3 +89,8 @@ class LocalListeners:
         reports, left = listening.news(timeout_s)
         self._texts += [text for _, text in reports]
         return left
+
+
+def _unasked() -> None:
+    """Stand for the run's `stop`: only callbacks ask for that, and they have a process of their own."""
+    raise AssertionError("TensorBoard stops no run")

@@ -33,24 +33,30 @@ GOING_S = 5.0
 """Maximum seconds for the call in progress when the controller has died."""
 
 
-def listeners_on(listened: Listened, node: str) -> Listeners:
+def listeners_on(listened: Listened, node: str, controller: Any) -> Listeners:
     """Return what runs these listeners: this process if TensorBoard is the only one, else an actor on this node.
 
     TensorBoard's writer is ours and loads nothing. A tracker's library and a task's methods may load anything, and may
     end their process.
     """
-    return RayListeners(listened, node) if listened.trackers or listened.task else LocalListeners(listened)
+    return RayListeners(listened, node, controller) if listened.trackers or listened.task else LocalListeners(listened)
 
 
 class ListenersActor:
     """The listeners' process: see `observe.trackers.listening`. It ends with its controller."""
 
     def __init__(
-        self, listened: Listened, behind: int, evaluated: Metrics, pid: int, identity: Mapping[str, str]
+        self,
+        listened: Listened,
+        behind: int,
+        evaluated: Metrics,
+        controller: Any,
+        pid: int,
+        identity: Mapping[str, str],
     ) -> None:
-        """Begin to listen for the controller with this process: see `runs.process.this_process`."""
+        """Begin to listen for a controller with this process: see `runs.process.this_process`."""
         settle_process(listened, os.environ)
-        self._listening = Listening(listened, behind, evaluated)
+        self._listening = Listening(listened, behind, evaluated, lambda: controller.stop.remote())
         if identity:
             threading.Thread(target=self._end_with, args=(pid, identity), name="controller", daemon=True).start()
 
@@ -76,9 +82,9 @@ class ListenersActor:
 class RayListeners:
     """The `Listeners` of a run, in an actor. Called by the controller's loop; `abandon` also by other threads."""
 
-    def __init__(self, listened: Listened, node: str) -> None:
-        """Prepare the actor on this node."""
-        self._listened, self._node = listened, node
+    def __init__(self, listened: Listened, node: str, controller: Any) -> None:
+        """Prepare the actor on this node; callbacks can stop the run of this controller's actor."""
+        self._listened, self._node, self._controller = listened, node, controller
         self._behind = 0
         self._evaluated: Callable[[], Metrics] = dict
         self._actor: Any = None
@@ -141,7 +147,7 @@ class RayListeners:
                 scheduling_strategy=NodeAffinitySchedulingStrategy(self._node, soft=False),
             )
             # The environment may hold secrets, and Ray's dashboard shows a `runtime_env`.
-            .remote(self._listened, self._behind, self._evaluated(), os.getpid(), this_process())
+            .remote(self._listened, self._behind, self._evaluated(), self._controller, os.getpid(), this_process())
         )
         if self._status:
             self._actor.end.remote(self._status)

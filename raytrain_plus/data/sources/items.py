@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pyarrow as pa
 from typing_extensions import override
 
 from raytrain_plus.data.ledger.ledger import ROW_ID, row_ids
+from raytrain_plus.data.order.length_groups import BATCHES, LengthGroups, length_groups, lengths_in
 from raytrain_plus.data.order.sample_order import mix, order
 from raytrain_plus.data.sources.item_columns import FORM, UnfitItem, digest_of, schema_of, table_of
 from raytrain_plus.data.sources.source import Source, cast_rows
@@ -35,6 +36,8 @@ MARKS = 64
 BLOCK = 32
 """Items of a block; more if there would be more than `BLOCKS`."""
 BLOCKS = 1 << 16
+READ = 1024
+"""Items that are read together for their lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class ItemSource(Source):
     """SHA-256 of the function's source."""
     run: str
     """Names the run: see `open_dataset`."""
+    groups: LengthGroups | None = field(default=None, compare=False)
+    """Which item is at each position, if items of similar length are together; the fingerprint covers it."""
 
     @property
     @override
@@ -70,6 +75,7 @@ class ItemSource(Source):
                 "length": self.length,
                 "source_sha256": self.code_sha256,
                 "marks": {str(at): of for at, of in self.marks.items()},
+                **({} if self.groups is None else {"groups_sha256": self.groups.sha256}),
             },
             "fingerprint": self.fingerprint,
             "rows": self.rows,
@@ -117,7 +123,47 @@ class ItemSource(Source):
     def _at(self, block: int, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the items at these places of a block."""
         positions = block * self.block + places
+        if self.groups is not None:
+            return self.groups.order[positions]
         return _scattered(self.length)[positions] if self.scattered else positions
+
+    def grouped(self, groups: LengthGroups) -> ItemSource:
+        """Return the source of the same items, in these groups."""
+        row_bytes = sum(self.unit_bytes) / self.rows
+        unit_rows = _blocks(self.length, groups.block)
+        return replace(
+            self,
+            unit_rows=unit_rows,
+            unit_bytes=tuple(round(row_bytes * rows) for rows in unit_rows),
+            block=groups.block,
+            groups=groups,
+            fingerprint=hashlib.sha256(f"{self.fingerprint}\0{groups.sha256}".encode()).hexdigest(),
+        )
+
+    def by_length(self, column: str, batch_size: int, microbatch: int) -> ItemSource:
+        """Return the source of the same items, in groups of similar length, for which all of them are read once.
+
+        Raises `DataError` if this column says no length, and `TaskError` if the dataset raises.
+        """
+        if column not in self.stored.names:
+            named = ", ".join(self.stored.names)
+            raise DataError(f"it has no column '{column}'", f"dataset {self.named}", expected=f"one of {named}")
+        parts = []
+        for start in range(0, self.length, READ):
+            found = lengths_in(self._items(range(start, min(start + READ, self.length))).column(column))
+            if found is None:
+                kind = self.stored.field(column).type
+                raise DataError(
+                    f"the column '{column}' is {kind}, which says no length",
+                    f"dataset {self.named}",
+                    expected="lists, text or whole numbers",
+                )
+            parts.append(found)
+        # So that there are not too many blocks.
+        microbatch = max(microbatch, -(-self.length // (BLOCKS * BATCHES)))
+        return self.grouped(
+            length_groups(column, np.concatenate(parts), _scattered(self.length), batch_size, microbatch)
+        )
 
     def _items(self, indices: Sequence[int]) -> pa.Table:
         dataset = open_dataset(self.named, self.roots, self.run)
@@ -155,8 +201,7 @@ def item_source(spec: str, roots: Sequence[str | Path], run: str, *, scattered: 
     block = BLOCK
     while length > block * BLOCKS:
         block *= 2
-    whole, left = divmod(length, block)
-    unit_rows = (block,) * whole + (left,) * (left > 0)
+    unit_rows = _blocks(length, block)
     code = source_digest(spec, named)
     digest = hashlib.sha256(f"{length}\0{block}\0{code}\0{schema}\0".encode())
     for index, content in sorted(marks.items()):
@@ -176,6 +221,12 @@ def item_source(spec: str, roots: Sequence[str | Path], run: str, *, scattered: 
         code_sha256=code,
         run=run,
     )
+
+
+def _blocks(length: int, block: int) -> tuple[int, ...]:
+    """Return the rows of each block."""
+    whole, left = divmod(length, block)
+    return (block,) * whole + (left,) * (left > 0)
 
 
 def _declared(dataset: UserDataset) -> pa.Schema | None:
@@ -223,6 +274,8 @@ def changes_of(now: Mapping[str, Any], then: Any) -> list[str]:
         found.append(f"it has {now['length']:,} items, not {then.get('length')}")
     elif changed := [at for at in now["marks"] if not isinstance(marks, Mapping) or now["marks"][at] != marks.get(at)]:
         found.append(f"{len(changed)} of {len(now['marks'])} items differ, such as item {changed[0]}")
+    if now.get("groups_sha256") != then.get("groups_sha256"):
+        found.append("its items are grouped by other lengths")
     if now["source_sha256"] != then.get("source_sha256"):
         found.append("the source of its function differs")
     return found

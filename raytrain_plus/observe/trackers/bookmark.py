@@ -36,6 +36,11 @@ class Bookmark:
         """The id of the tracker's run; None if it has none yet."""
         self._stored: dict[str, Any] = {}
 
+    @property
+    def in_earlier_log(self) -> bool:
+        """Whether it is before the place where the log of this controller begins."""
+        return self.place < (self._behind, 0)
+
     def load(self) -> None:
         """Take what the file holds, if it exists. Raises `OSError`, and `InputError` if the file is damaged."""
         try:

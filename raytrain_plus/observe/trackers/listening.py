@@ -47,8 +47,12 @@ class News(NamedTuple):
 class Listening:
     """The listeners of a run, from a start of this process on."""
 
-    def __init__(self, listened: Listened, behind: int, evaluated: Metrics) -> None:
-        """Begin. `behind`: see `Bookmark`; `evaluated`: the metrics of the evaluations up to now."""
+    def __init__(self, listened: Listened, behind: int, evaluated: Metrics, stop: Callable[[], None]) -> None:
+        """Begin. `behind`: see `Bookmark`; `evaluated`: the metrics of the evaluations up to now.
+
+        `stop` asks the run to stop, which only the task's callbacks do.
+        """
+        self._stop_run = stop
         self._run: Folder = Claimed(open_folder(listened.folder), listened.claim)
         self._behind = behind
         self._end = RunEnd()
@@ -70,7 +74,7 @@ class Listening:
         # It loads torch: more than a second, and 200 MB.
         from raytrain_plus.observe.trackers.callbacks import Callbacks
 
-        return Callbacks(called, self.report)
+        return Callbacks(called, bookmark, self.report, self._stop_run)
 
     def _begin(self, name: str, file: str, make: Callable[[Bookmark], Listener]) -> None:
         bookmark = Bookmark(self._run, file, self._behind)

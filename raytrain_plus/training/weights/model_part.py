@@ -192,11 +192,18 @@ def _checks_modes(keys: LayerKeys, modes: Modes) -> Callable[[nn.Module, object]
 def check_summable(named: Sequence[tuple[str, nn.Parameter]], *, exact: bool) -> None:
     """Raise `TaskError` for a parameter whose gradients cannot be summed over workers, or not exactly."""
     check_carried(named)
-    for name, value in named if exact else ():
+    if exact and (which := inexact_parameter(named)):
+        raise TaskError(
+            f"{which}, which `reduction: exact` does not support",
+            where="reduction: exact",
+            expected="float32 or float64 parameters",
+            remedy="keep the parameters in float32, or use reduction: ring",
+        )
+
+
+def inexact_parameter(named: Sequence[tuple[str, nn.Parameter]]) -> str:
+    """Return the name and type of a parameter whose gradients cannot be summed exactly, in words; empty for none."""
+    for name, value in named:
         if value.requires_grad and dtype_name(value.dtype) not in ("float32", "float64"):
-            raise TaskError(
-                f"the parameter '{name}' is {dtype_name(value.dtype)}, which `reduction: exact` does not support",
-                where="reduction: exact",
-                expected="float32 or float64 parameters",
-                remedy="keep the parameters in float32, or use reduction: ring",
-            )
+            return f"the parameter '{name}' is {dtype_name(value.dtype)}"
+    return ""

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch.utils.data import Dataset
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from raytrain_plus.audit.audit import audit
 from raytrain_plus.bring.transformers import Trainer
@@ -78,33 +78,26 @@ def model() -> Any:
     )
 
 
-def trainer(cls: Any, out: Path, order: list[int], batch: int, **given: Any) -> Any:
-    args = TrainingArguments(
-        output_dir=str(out),
-        per_device_train_batch_size=batch,
-        max_steps=STEPS,
-        learning_rate=1e-3,
-        weight_decay=0.1,
-        warmup_steps=3,
-        train_sampling_strategy="sequential",
-        eval_strategy="steps",
-        eval_steps=8,
-        save_strategy="no",
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    held_out = Words(list(range(50)))
-    return cls(
-        model(),
-        args,
-        data_collator=padded,
-        train_dataset=Words(order),
-        eval_dataset=held_out,
-        compute_metrics=accuracy,
-        **given,
-    )
+def trainer(cls: Any, out: Path, order: list[int], batch: int, arguments: Any = None, **given: Any) -> Any:
+    settings = {
+        "output_dir": str(out),
+        "per_device_train_batch_size": batch,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "warmup_steps": 3,
+        "train_sampling_strategy": "sequential",
+        "eval_strategy": "steps",
+        "eval_steps": 8,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = TrainingArguments(**{**settings, **(arguments or {})})
+    settings = {"eval_dataset": Words(list(range(50))), "compute_metrics": accuracy, **given}
+    return cls(model(), args, data_collator=padded, train_dataset=Words(order), **settings)
 
 
 def kill_one(folder: Path, killed: list[int]) -> None:
@@ -166,6 +159,53 @@ def test_a_script_with_one_changed_import_gives_trainers_own_numbers_through_a_d
     ours, theirs = made.evaluate(), plain.evaluate()
     assert ours["eval_accuracy"] == theirs["eval_accuracy"]
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=1e-5)
+
+
+def of_more(made: Any) -> dict[int, float]:
+    return {one["step"]: one["eval_more_loss"] for one in made.state.log_history if "eval_more_loss" in one}
+
+
+class Enough(TrainerCallback):
+    """Stops at the first evaluation after this step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step > self.step
+
+
+def test_a_callback_stops_the_run_which_has_the_best_model_then_and_can_be_resumed(tmp_path: Path) -> None:
+    changed = {"max_steps": 400, "eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 400}
+    changed["train_sampling_strategy"] = "group_by_length"
+    best = {"metric_for_best_model": "more_loss", "load_best_model_at_end": True}
+    run = {"workers": {"min": 1, "max": 1}}
+
+    def made(after: int) -> Any:
+        sets = {"few": Words(list(range(7))), "more": Words(list(range(20)))}
+        settings: dict[str, Any] = {"eval_dataset": sets, "callbacks": [Enough(after)], "run": run}
+        return trainer(Trainer, tmp_path, list(range(48)), 4, arguments={**changed, **best}, **settings)
+
+    first = made(4)
+    first.train()
+    folder = LocalFolder(tmp_path / "run")
+    result = Result.load(folder)
+    assert result is not None
+    assert (result.status, result.steps) == ("stopped", first.state.global_step)
+    assert 6 <= result.steps < 400
+    noted = [event["text"] for event in read_events(folder) if event["kind"] == "noted"]
+    assert "Task.on_evaluate after step 6 stops the run: Enough sets should_training_stop" in noted
+    losses = of_more(first)
+    assert first.state.best_metric == min(losses.values()) == losses[first.state.best_global_step]
+    assert Path(first.state.best_model_checkpoint).is_dir()
+    assert first.evaluate()["eval_more_loss"] == pytest.approx(first.state.best_metric, rel=1e-5)
+    # What stopped the run before does not do so again.
+    again = made(result.steps + 10)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step > result.steps + 10
+    assert losses.items() <= of_more(again).items()
+    checked = audit(str(tmp_path / "run"))
+    assert checked.clean, checked.faults
 
 
 SCRIPT = """

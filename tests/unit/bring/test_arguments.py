@@ -85,7 +85,8 @@ def test_arguments_become_settings(tmp_path: Path, given: Any, expected: Any) ->
         ({"optim": "galore_adamw", "optim_target_modules": ["x"]}, "optim_target_modules=['x'] is not offered"),
         ({"optim": "adamw_bnb_8bit"}, "optim='adamw_bnb_8bit' is not offered"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps"}, "needs a metric in every step"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length' is not offered"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy='batch_rebalance' is not offered"),
+        ({"include_for_metrics": ["inputs", "logits"]}, "include_for_metrics=['logits'] is not offered"),
         ({"report_to": ["comet_ml"]}, "report_to='comet_ml' is not offered"),
         ({"torch_compile_backend": "eager", "torch_compile": True}, "torch_compile_backend='eager' is not offered"),
         ({"save_strategy": "best"}, "the best model is known by its evaluations, and there are none"),
@@ -96,6 +97,12 @@ def test_what_a_run_does_not_have_is_refused_by_name_with_a_remedy(tmp_path: Pat
         settings(tmp_path, **given)
     assert said in str(found.value)
     assert found.value.remedy or found.value.expected
+
+
+def test_rows_are_grouped_by_the_length_of_the_models_main_input(tmp_path: Path) -> None:
+    assert "group_by_length" not in settings(tmp_path)["data"]
+    found = settings(tmp_path, train_sampling_strategy="group_by_length")["data"]
+    assert (found["group_by_length"], found["shuffle"]) == ("input_ids", "rows")
 
 
 def test_a_dataset_without_a_length_needs_a_number_of_steps(tmp_path: Path) -> None:
@@ -114,6 +121,7 @@ def test_every_name_is_one_of_trainers_and_its_default_is_trainers(tmp_path: Pat
 
 
 USED = """
+include_for_metrics
 activation_checkpointing adam_beta1 adam_beta2 adam_epsilon bf16 eval_steps eval_strategy fp16
 gradient_accumulation_steps
 gradient_checkpointing gradient_checkpointing_kwargs greater_is_better label_names label_smoothing_factor learning_rate
@@ -125,7 +133,7 @@ torch_compile train_sampling_strategy use_cache use_cpu warmup_steps weight_deca
 """Arguments that are settings of the job, or that the trainer's own methods read."""
 NOTHING = """
 disable_tqdm do_eval do_predict do_train hub_always_push hub_private_repo hub_revision hub_strategy hub_token
-length_column_name liger_kernel_config local_rank project resume_from_checkpoint trackio_bucket_id trackio_space_id
+liger_kernel_config local_rank project resume_from_checkpoint trackio_bucket_id trackio_space_id
 trackio_static_space_id
 """
 """Arguments that are for a script, for what is refused, or for a terminal."""

@@ -15,12 +15,13 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
+from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.trainer_parcel import write_parcel
 from raytrain_plus.bring.trainer_task import CallingTrainerTask, TrainerTask
 from raytrain_plus.bring.transformers import Seq2SeqTrainer, Trainer
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.job.task_loader import build_task
-from raytrain_plus.task import RunFacts
+from raytrain_plus.task import RunFacts, StopRun
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
 from tests.support.pretrained import bert, gpt2, llama, saved, t5
@@ -163,6 +164,57 @@ def test_an_evaluation_gives_the_numbers_of_trainer(tmp_path: Path) -> None:
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
+def test_metrics_get_what_they_are_to_include(tmp_path: Path) -> None:
+    def seen(given: Any) -> dict[str, float]:
+        return {"inputs": float((given.inputs >= 0).sum()), "losses": float(given.losses.sum())}
+
+    args = arguments(tmp_path, include_for_metrics=["inputs", "loss"])
+    task = task_of(tmp_path, trainer(tmp_path, compute_metrics=seen, args=args))
+    model = build_model(task, 0, CPU).module.eval()
+    found = task.summarise(task.evaluate(model, task.collate(TABLE)))
+    plain = transformers.Trainer(classifier(), args, data_collator=padded, eval_dataset=TOKENS, compute_metrics=seen)
+    expected = plain.evaluate()
+    for name in ("eval_inputs", "eval_losses"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_each_of_several_held_out_sets_has_the_metrics_that_trainer_gives_it(tmp_path: Path) -> None:
+    sets = {"few": TOKENS[:3], "many": TOKENS[3:]}
+    made = trainer(tmp_path, compute_metrics=accuracy, eval_dataset=sets)
+    made.held_out_names = list(sets)
+    task = task_of(tmp_path, made)
+    model = build_model(task, 0, CPU).module.eval()
+    table = TABLE.append_column("raytrain_set", pa.array([0] * 3 + [1] * 9))
+    # The first batch has rows of both.
+    batches = [task.evaluate(model, task.collate(table.slice(at, 5))) for at in (0, 5, 10)]
+    outputs = {name: torch.cat([one[name] for one in batches]) for name in batches[0]}
+    found = task.summarise(outputs)
+    plain = transformers.Trainer(
+        classifier(), made.args, data_collator=padded, eval_dataset=sets, compute_metrics=accuracy
+    )
+    expected = plain.evaluate()
+    assert set(found) == {"eval_few_loss", "eval_few_accuracy", "eval_many_loss", "eval_many_accuracy"}
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-6), name
+    # A trial sees the first rows alone.
+    first = task.summarise(task.evaluate(model, task.collate(table.slice(0, 2))))
+    assert set(first) == set(found)
+    assert np.isnan(first["eval_many_accuracy"])
+    assert not np.isnan(first["eval_few_accuracy"])
+    # The number of the set is none of the model's arguments.
+    assert task_loss(task, model, task.collate(table), 12).loss.item() > 0
+
+
+def test_sets_are_read_one_after_the_other() -> None:
+    rows = NumberedSets([TOKENS[:3], TOKENS[3:5]])
+    assert [rows[number] for number in range(len(rows))] == [
+        {**one, "raytrain_set": number} for one, number in zip(TOKENS, (0, 0, 0, 1, 1), strict=False)
+    ]
+    for odd in ([], iter(TOKENS), [(1, 2)]):
+        with pytest.raises(InputError, match="a dict of held-out datasets needs datasets with a length"):
+            NumberedSets([TOKENS, odd])
+
+
 def test_tokens_are_counted_and_their_mean_stands_beside_the_mean_over_rows(tmp_path: Path) -> None:
     for kind in (gpt2, llama):
         made = trainer(tmp_path / kind.__name__, model=kind())
@@ -298,6 +350,7 @@ class Heard(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.heard.append(("step", state.global_step))
         control.should_training_stop = state.global_step > 2
+        control.should_save = state.global_step > 1
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         self.heard.append(("log", state.global_step, logs["loss"]))
@@ -313,15 +366,29 @@ def test_callbacks_hear_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> 
     made = trainer(tmp_path, callbacks=[Heard()], args=arguments(tmp_path, logging_steps=2))
     task = task_of(tmp_path, made, CallingTrainerTask)
     values = {"loss": 0.5, "grad_norm": 1.0, "lr": 0.1, "epoch": 0}
-    for step in (0, 1):
-        task.on_step({"step": step, **values})
-    task.on_evaluate(-1, {"eval_loss": 9.0})
+    assert task.on_step({"step": 0, **values}) is None
+    with pytest.raises(TaskError, match="Heard sets should_save, which a run ignores"):
+        task.on_step({"step": 1, **values})
+    assert task.on_evaluate(-1, {"eval_loss": 9.0}) is None
     task.on_evaluate(1, {"eval_loss": 0.25})
     task.on_checkpoint(1, "there")
     [callback] = task._trainer.callbacks_called
     assert callback.heard == [("step", 1), ("step", 2), ("log", 2, 0.5), ("evaluate", 0.25), ("save",)]
-    with pytest.raises(TaskError, match="Heard sets should_training_stop"):
-        task.on_step({"step": 2, **values})
+    # A run that stops is saved.
+    assert task.on_step({"step": 2, **values}) == StopRun("Heard sets should_training_stop")
+    assert callback.heard[-1] == ("step", 3)
+    assert task.on_step({"step": 3, **values}) == StopRun("Heard sets should_training_stop")
+    assert callback.heard[-1] == ("log", 4, 0.5)
+
+
+def test_callbacks_see_the_best_evaluation_as_trainer_has_it(tmp_path: Path) -> None:
+    args = arguments(tmp_path, metric_for_best_model="accuracy")
+    task = task_of(tmp_path, trainer(tmp_path, callbacks=[Heard()], args=args), CallingTrainerTask)
+    state = task._trainer.state
+    for step, value in ((-1, 0.9), (1, 0.5), (3, 0.75), (5, 0.75), (7, float("nan"))):
+        task.on_evaluate(step, {"eval_loss": 1.0, "eval_accuracy": value})
+        task.on_checkpoint(step, f"there {step}")
+    assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (0.75, 4, "there 3")
 
 
 class Ends(TrainerCallback):
@@ -359,7 +426,6 @@ class Stops(EarlyStoppingCallback):
         ({"callbacks": [Stops(3)]}, "the callback Stops defines on_train_begin"),
         ({"run": {"workers": 3}}, "data and workers are groups"),
         ({"callbacks": [Ends()]}, "the callback Ends defines on_train_end, which a run does not call"),
-        ({"eval_dataset": {"a": TOKENS}}, "a dict of held-out datasets is not offered"),
         ({"callbacks": [EarlyStoppingCallback(3, 0.1)]}, "early_stopping_threshold"),
         ({"compute_loss_func": (one for one in ())}, "the trainer, which holds what its constructor"),
     ],

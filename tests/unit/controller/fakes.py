@@ -290,7 +290,7 @@ class Run:
             metrics=metrics,
             host=FakeHost(),
             clock=self.time.clock,
-            listeners=lambda listened, node: self.listeners,
+            listeners=lambda listened, node, controller: self.listeners,
         )
 
     def begin(self) -> None:

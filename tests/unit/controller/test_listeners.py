@@ -47,9 +47,9 @@ def test_only_trackers_and_callbacks_need_a_process(tmp_path: Path) -> None:
     called = CalledTask(
         task="x:X", pickled_task=None, roots=(), args={}, facts=run_facts(job, 3), checkpoints=str(tmp_path)
     )
-    assert isinstance(listeners_on(listened(tmp_path), "ab"), LocalListeners)
-    assert isinstance(listeners_on(listened(tmp_path, trackers=("mlflow",)), "ab"), RayListeners)
-    assert isinstance(listeners_on(listened(tmp_path, task=called), "ab"), RayListeners)
+    assert isinstance(listeners_on(listened(tmp_path), "ab", None), LocalListeners)
+    assert isinstance(listeners_on(listened(tmp_path, trackers=("mlflow",)), "ab", None), RayListeners)
+    assert isinstance(listeners_on(listened(tmp_path, task=called), "ab", None), RayListeners)
 
 
 def test_the_end_of_a_run_is_in_the_files_of_tensorboard(tmp_path: Path) -> None:

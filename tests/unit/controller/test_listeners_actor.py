@@ -68,14 +68,14 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 
 def begun(tmp_path: Path) -> RayListeners:
-    made = RayListeners(listened(tmp_path, trackers=["mlflow"]), NODE)
+    made = RayListeners(listened(tmp_path, trackers=["mlflow"]), NODE, "the controller")
     made.begin(7, lambda: {1: {"accuracy": 0.5}})
     return made
 
 
 def test_news_are_passed_on_without_waiting(ray: FakeRay, tmp_path: Path) -> None:
     one = begun(tmp_path)
-    assert ray.started[0][1:3] == (7, {1: {"accuracy": 0.5}})
+    assert ray.started[0][1:4] == (7, {1: {"accuracy": 0.5}}, "the controller")
     assert one.news() == []
     ray.asked.set_result(News([("slow", "mlflow is slow")], ("mlflow",)))
     assert (one.news(), one.news()) == (["mlflow is slow"], [])
@@ -158,7 +158,7 @@ from pathlib import Path
 from raytrain_plus.controller.record.listeners_actor import ListenersActor
 from tests.support.listeners import listened
 folder, pid, identity = sys.argv[1:]
-made = ListenersActor(listened(Path(folder)), 0, {}, int(pid), json.loads(identity))
+made = ListenersActor(listened(Path(folder)), 0, {}, None, int(pid), json.loads(identity))
 print("begun", flush=True)
 time.sleep(600)
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import sys
 import types
@@ -14,6 +15,7 @@ import torch
 
 from raytrain_plus.data.dataset import returned_dataset
 from raytrain_plus.data.ledger.ledger import ROW_ID
+from raytrain_plus.data.order import length_groups
 from raytrain_plus.data.order.sample_order import SampleOrder
 from raytrain_plus.data.reading.transform_block import RowReader
 from raytrain_plus.data.sources import items as items_module
@@ -53,6 +55,11 @@ class Random(Squares):
     def __getitem__(self, index):
         return torch.rand(2), index
 
+class Words(Squares):
+    def __getitem__(self, index):
+        self.asked.append(index)
+        return {"ids": [1] * (1 + index * 7919 % 97 + self.shift), "number": index, "x": 0.5}
+
 class Unsized:
     def __getitem__(self, index):
         return index
@@ -75,6 +82,8 @@ def loader(): return torch.utils.data.DataLoader(Squares(1000))
 def reserved(): return [{"_raytrain_id": 1}]
 def half_precise(): return [torch.zeros(2, dtype=torch.bfloat16)] * 70
 def pointers(): return [__import__("numpy").array([object()])] * 70
+def words(): return Words(600)
+def longer(): return Words(600, 1)
 def listed(): return [{"x": number} for number in range(40)]
 value = 3
 """
@@ -158,6 +167,77 @@ def test_rows_are_named_by_their_items(root: Path) -> None:
     (row_range, *_) = rows.sample_order.row_ranges(1, 0)
     items = rows.read(row_range).column("_1").to_pylist()[:3]
     assert named_rows(seen, rows.sample_order, 1, 0, 3) == f"items {', '.join(map(str, items))} of squares:thousand"
+
+
+def in_groups(root: Path, spec: str = "squares:words") -> ItemSource:
+    seen = returned_dataset(spec, [root], scattered=True)
+    assert isinstance(seen, ItemSource)
+    return seen.by_length("ids", 40, 10)
+
+
+def test_items_of_similar_length_are_together_and_each_is_used_once_an_epoch(root: Path) -> None:
+    seen = in_groups(root)
+    order = SampleOrder(seen.unit_rows, shards=4, batch_size=40, seed=5, epochs=3)
+    rows = RowReader(source=seen, sample_order=order, seed=5, transform=None, block_rows=16)
+    spread, used = [], dict[int, list[int]]()
+    for shard in range(4):
+        for step in range(order.steps):
+            tables = [rows.read(one) for one in order.row_ranges(shard, step)]
+            for one, table in zip(order.row_ranges(shard, step), tables, strict=True):
+                used.setdefault(one.epoch, []).extend(table.column("number").to_pylist())
+            lengths = [len(ids) for table in tables for ids in table.column("ids").to_pylist()]
+            spread.append(max(lengths) - sum(lengths) / len(lengths))
+    assert [sorted(one) for one in used.values()] == [list(range(600))] * 3
+    assert used[0] != used[1] != used[2]
+    # Of ten rows with 1 to 97 values each, in any order, the longest has about forty more than the mean.
+    assert sum(spread) / len(spread) < 15
+    assert seen.unit_rows == (80,) * 7 + (40,)
+
+
+def test_the_examples_hold() -> None:
+    assert doctest.testmod(length_groups).failed == 0
+
+
+def test_windows_are_sorted_one_by_one_and_hold_whole_blocks() -> None:
+    lengths = np.arange(1000)
+    found = length_groups.length_groups("ids", lengths, np.random.default_rng(0).permutation(1000), 4, 3)
+    # 200 rows, and the rest of the ninth block of 24.
+    assert found.block == 24
+    for start in range(0, 1000, 216):
+        inside = found.order[start : start + 216]
+        assert inside.tolist() == sorted(inside.tolist(), reverse=True)
+    assert sorted(found.order.tolist()) == list(range(1000))
+
+
+def test_a_worker_takes_the_groups_of_the_driver_and_reads_no_lengths(root: Path) -> None:
+    seen = in_groups(root)
+    again = seen_again(seen, root)
+    assert isinstance(again, ItemSource)
+    assert again == seen
+    assert again.read_unit(3).equals(seen.read_unit(3))
+    assert again.read_rows(3, np.array([5, 1])).column("number").to_pylist() == [
+        seen.read_unit(3).column("number").to_pylist()[place] for place in (5, 1)
+    ]
+
+
+def test_other_lengths_are_other_data(root: Path) -> None:
+    seen = in_groups(root)
+    then = json.loads(json.dumps(seen.describe()))
+    assert differences(seen.describe(), then) == []
+    assert seen.fingerprint != returned_dataset("squares:words", [root], scattered=True).fingerprint
+    then["dataset"]["groups_sha256"] = "0"
+    assert changes_of(seen.describe()["dataset"], then["dataset"]) == ["its items are grouped by other lengths"]
+    assert in_groups(root, "squares:longer").fingerprint != seen.fingerprint
+
+
+def test_a_column_without_lengths_is_refused(root: Path) -> None:
+    seen = returned_dataset("squares:words", [root], scattered=True)
+    assert isinstance(seen, ItemSource)
+    with pytest.raises(DataError, match="it has no column 'tokens'"):
+        seen.by_length("tokens", 40, 10)
+    with pytest.raises(DataError, match=r"the column 'x' is \w+, which says no length"):
+        seen.by_length("x", 40, 10)
+    assert sorted(seen.by_length("number", 40, 10).groups.order[:5].tolist()) == [595, 596, 597, 598, 599]  # type: ignore[union-attr]
 
 
 def test_large_datasets_have_larger_blocks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

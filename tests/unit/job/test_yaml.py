@@ -95,6 +95,11 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
         ),
         (
             GOOD,
+            ["data.group_by_length=ids"],
+            "data.group_by_length=ids: rows are grouped by length out of a dataset that is read by index, and shuffled",
+        ),
+        (
+            GOOD,
             ["data.pack=32", "data.image_size=[8, 8]"],
             "data.pack=32: packed rows hold tokens and no images, so data.image_size has no use",
         ),
@@ -405,11 +410,13 @@ def values_of(hint: Any) -> Iterator[str]:
 
 
 EVALUATED = GOOD + "evaluate: {path: held/out, every_steps: 3}\n"
+READ_BY_INDEX = EVALUATED.replace("path: data/digits", "dataset: a:rows")
 BASES = [
     (EVALUATED + STAGES, ()),
     (EVALUATED, ("workers.min=2",)),
     (EVALUATED, ("data.windows=8",)),
     (EVALUATED, ()),
+    (READ_BY_INDEX, ()),
 ]
 
 

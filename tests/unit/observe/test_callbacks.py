@@ -25,7 +25,7 @@ FILE = "trackers/callbacks.json"
 TASK = """
 import json, time
 from pathlib import Path
-from raytrain_plus import Task
+from raytrain_plus import StopRun, Task
 
 class Tells(Task):
     def __init__(self, folder, act="pass"):
@@ -41,6 +41,7 @@ class Tells(Task):
     def on_step(self, metrics):
         self.say("step", metrics["step"], metrics["loss"])
         exec(self.act)
+        return getattr(self, 'returned', None)
 
     def on_evaluate(self, step, metrics):
         self.say("evaluate", step, metrics)
@@ -78,7 +79,8 @@ def begun(
         facts=RunFacts(total_steps=7, batch_size=48),
         checkpoints=str(tmp_path / "run" / "checkpoints"),
     )
-    return Listening(listened(tmp_path / "run", task=called, claim=claim), log.behind, {})
+    one = listened(tmp_path / "run", task=called, claim=claim)
+    return Listening(one, log.behind, {}, (tmp_path / "stopped").touch)
 
 
 def write(log: EventLog, *events: dict[str, Any]) -> None:
@@ -158,6 +160,31 @@ def test_a_method_that_raises_is_reported_once_with_its_place(tmp_path: Path, lo
         f"Task.on_step raised SystemExit: boom at {place} (step 1); the run and further calls continue"
     ]
     assert heard_steps(tmp_path) == [0, 1, 2]
+
+
+STOPS = "self.returned = StopRun('all is learnt')"
+
+
+def test_a_method_can_have_the_run_stop(tmp_path: Path, log: EventLog) -> None:
+    one = begun(tmp_path, log, STOPS)
+    steps(log, 0, 1)
+    assert finished(one) == ["Task.on_step after step 1 stops the run: all is learnt"]
+    assert (tmp_path / "stopped").exists()
+    # The calls of other steps are made nevertheless.
+    assert heard_steps(tmp_path) == [0, 1]
+
+
+def test_what_an_earlier_controller_did_not_tell_stops_no_resumed_run(tmp_path: Path, log: EventLog) -> None:
+    finished(begun(tmp_path, log))
+    steps(log, 0, 1)
+    again = EventLog(LocalFolder(tmp_path / "run"))
+    one = begun(tmp_path, again, STOPS)
+    until(lambda: heard_steps(tmp_path) == [0, 1])
+    assert (finished(one), (tmp_path / "stopped").exists()) == ([], False)
+    one = begun(tmp_path, again, STOPS)
+    steps(again, 2)
+    assert (finished(one) != [], (tmp_path / "stopped").exists()) == (True, True)
+    again.close()
 
 
 def test_the_next_process_of_a_controller_continues_behind_the_last_call(tmp_path: Path, log: EventLog) -> None:

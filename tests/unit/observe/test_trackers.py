@@ -81,7 +81,7 @@ def calls(folder: Path) -> list[list[Any]]:
 
 
 def begun(folder: Path, behind: int = 0) -> Listening:
-    return Listening(listened(folder / "run", trackers=["wandb"], job_yaml=JOB), behind, {})
+    return Listening(listened(folder / "run", trackers=["wandb"], job_yaml=JOB), behind, {}, lambda: None)
 
 
 def write(log: EventLog, *events: Event) -> None:
