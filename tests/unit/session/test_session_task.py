@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,8 @@ from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
 from raytrain_plus.job.task_loader import build_task, load_task
+from raytrain_plus.job.task_pickle import task_to_send
+from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.session.plain_values import plain_values
 from raytrain_plus.state.transfer import take_snapshot
 from raytrain_plus.training.exchange.context import StepContext
@@ -424,3 +429,28 @@ def test_workers_that_remember_differently_are_told() -> None:
 def test_what_is_no_small_mapping_is_not_kept(state: Any, said: str) -> None:
     with pytest.raises(TaskError, match=said):
         plain_values(state)
+
+
+def test_a_function_itself_is_a_task_in_python(tmp_path: Path) -> None:
+    wished = job(main)
+    assert "task: tests.unit.session.test_session_task:main" in wished.to_yaml()
+    assert wished.same_as(job(f"{__name__}:main").to_yaml()) == []
+    pickled = task_to_send(wished)
+    assert pickled is not None
+    (tmp_path / "task.pkl").write_bytes(pickled)
+    code = (
+        "import cloudpickle, sys; from pathlib import Path\n"
+        "cls = cloudpickle.loads(Path(sys.argv[1]).read_bytes())\n"
+        "assert 'tests' not in sys.modules\n"
+        "task = cls(rate=0.5)\n"
+        "print(cls.__name__, task.optimizer(task.model().named_parameters()).param_groups[0]['lr'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "task.pkl")], capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout, done.returncode) == ("main 0.5\n", 0), done.stderr
+
+
+def test_the_code_of_a_function_is_what_its_task_was_made_from() -> None:
+    assert __name__ in source_digests(job(main), [])
+    assert source_digests(job(main), []) == source_digests(job(f"{__name__}:main"), [])
