@@ -60,7 +60,6 @@ class Course:
         try:
             self._resume()
         finally:
-            inside.batch = None
             for handle in watched:
                 handle.remove()
         found, inside.loss = inside.loss, None
@@ -69,8 +68,11 @@ class Course:
 
     def _resume(self) -> None:
         """Run the function on until it waits for a batch."""
+        inside = self.inside
         self._greenlet.parent = getcurrent()
-        self.inside.mode = thread_mode()
+        inside.gradients = torch.is_grad_enabled()
+        if inside.fresh:
+            inside.mode = thread_mode()
         self._greenlet.switch()
         if self._greenlet.dead:
             raise self._ended()

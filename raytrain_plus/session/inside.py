@@ -43,6 +43,7 @@ class Inside(Iterator[Any]):
         "carried",
         "declared",
         "fresh",
+        "gradients",
         "loss",
         "mode",
         "module",
@@ -65,7 +66,9 @@ class Inside(Iterator[Any]):
         self.fresh = True
         """Whether no batch has passed, so that a mistake may still be seen for the first time."""
         self.mode = thread_mode()
-        """That of the run, where it has resumed the function."""
+        """That of the run, where it has resumed the function while this was `fresh`."""
+        self.gradients = True
+        """Whether the run records gradients, where it has resumed the function."""
         self._code, self._standing, self._given = code, standing, given
         self._before: list[tuple[int, bool]] = []
         """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
@@ -138,8 +141,11 @@ class Inside(Iterator[Any]):
                 expected="one loss, the sum of all parts",
                 remedy="call session.step(first + second)",
             )
-        given = {"weight": weight, "metrics": metrics}
-        self.loss = {"loss": loss, **{name: value for name, value in given.items() if value is not None}}
+        self.loss = {"loss": loss}
+        if weight is not None:
+            self.loss["weight"] = weight
+        if metrics is not None:
+            self.loss["metrics"] = metrics
 
     def standing(self, what: str) -> Standing:
         """Return where the run stands. Raises `TaskError` before the loop."""
@@ -165,8 +171,8 @@ class Inside(Iterator[Any]):
                 where=users_line(),
                 remedy="call session.step(loss) for each batch; a batch without a part in the loss has weight=0",
             )
-        if self.mode != thread_mode():
-            torch.set_grad_enabled(self.mode[0])
+        if self.gradients != torch.is_grad_enabled() or (self.fresh and self.mode != thread_mode()):
+            torch.set_grad_enabled(self.gradients)
             raise TaskError(
                 "the loop stands in a context of torch, such as autocast or no_grad, which would hold in the run, too",
                 where=users_line(),
@@ -178,7 +184,8 @@ class Inside(Iterator[Any]):
         parent = getcurrent().parent
         assert parent is not None, "the function is a coroutine"
         parent.switch()
-        return self.batch
+        batch, self.batch = self.batch, None
+        return batch
 
     def _check_outset(self) -> None:
         """Check what the function has done before its loop, and with its first batch."""
@@ -207,9 +214,9 @@ def _written(module: nn.Module) -> list[tuple[int, bool]]:
 
 
 def thread_mode() -> tuple[bool, ...]:
-    """Return what torch keeps for each thread and a context may change."""
+    """Return what torch keeps for each thread, beside gradients, and a context may change."""
     autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+    return torch.is_inference_mode_enabled(), *autocast
 
 
 def _gist(value: Any) -> Any:

@@ -80,13 +80,13 @@ class SessionTask(Task):
             )
         return found
 
-    @property
     def remembers(self) -> bool:
         """See `training.exchange.stepwise.Stepwise`: whether the function has said what it keeps of a step."""
         return self._declared("after_step") is not None
 
     def begin_step(self, step: int, remembered: Mapping[str, Any]) -> None:
         """See `training.exchange.stepwise.Stepwise`."""
+        self._learn_facts()
         self._standing.steps, self._standing.remembered, self._standing.stops = step, remembered, False
 
     def remembered(self, before: Mapping[str, Any], metrics: Mapping[str, float]) -> Mapping[str, Any]:
@@ -102,18 +102,20 @@ class SessionTask(Task):
         if self._course is None:
             self._begun(None)
         assert self._course is not None, "it has begun"
+        self._learn_facts()
+        return self._course.inside.declared.get(what)
+
+    def _learn_facts(self) -> None:
         if "run" in vars(self):
             self._standing.facts = self.run
-        return self._course.inside.declared.get(what)
 
     def _at_loop(self, model: nn.Module) -> Course:
         """Return the execution that waits for a batch of this model: of another model, or after an error, a new one."""
-        if "run" in vars(self):
-            self._standing.facts = self.run
         course = self._course
         return course if course is not None and course.trains(model) else self._begun(model)
 
     def _begun(self, model: nn.Module | None) -> Course:
+        self._learn_facts()
         # The function that waits is left first: it may hold a model of the same size.
         self._course = None
         self._course = Course(self.function, self._arguments, self._standing, model)

@@ -54,7 +54,8 @@ def main(session: Session, folder: str, pad_s: float = 0.0) -> None:
     with note.open("a") as file:
         file.write("begun\n")
     for batch in session.batches():
-        time.sleep(pad_s)
+        if pad_s:
+            time.sleep(pad_s)
         loss, accuracy = measured(model, batch)
         session.step(loss, metrics={"accuracy": accuracy})
 
@@ -64,7 +65,8 @@ def remembering(session: Session, folder: str, pad_s: float = 0.0) -> None:
     model = session.model(build)
     session.after_step(lambda state, metrics: {"mean": 0.9 * state.get("mean", 1.0) + 0.1 * metrics["loss"]})
     for batch in session.batches():
-        time.sleep(pad_s)
+        if pad_s:
+            time.sleep(pad_s)
         if session.steps == 20 and (Path(folder) / "stop").exists():
             session.stop()
         session.step(measured(model, batch)[0] * session.state.get("mean", 1.0))

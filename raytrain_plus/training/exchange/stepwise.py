@@ -13,7 +13,6 @@ Remembered = Mapping[str, Any]
 class Stepwise(Protocol):
     """A task that is told of each step."""
 
-    @property
     def remembers(self) -> bool:
         """Whether `remembered` ever returns anything; the same on all workers."""
 

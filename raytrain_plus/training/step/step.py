@@ -137,7 +137,7 @@ class SynchronousSteps:
     def _check_remembered(self, step: int, context: StepContext) -> None:
         """Raise `TrainingError` if the task remembers something else on another worker."""
         task, remembered = self.state.stepwise, self.state.remembered
-        if task is None or not task.remembers or context.world.size == 1:
+        if task is None or not task.remembers() or context.world.size == 1:
             return
         mine = zlib.crc32(json.dumps(remembered, sort_keys=True).encode())
         seen = torch.tensor([mine, -mine])

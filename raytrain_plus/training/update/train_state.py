@@ -441,7 +441,7 @@ class TrainState:
 
     def _remembered_after(self, totals: StepTotals) -> Mapping[str, Any]:
         """Return what the task remembers after a step."""
-        if self.stepwise is None or not self.stepwise.remembers:
+        if self.stepwise is None or not self.stepwise.remembers():
             return {}
         return self.stepwise.remembered(self.remembered, {"loss": totals.loss, **totals.metrics})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.collective.world import Operation, Work
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import Interrupted, TrainingError
-from raytrain_plus.job.task_loader import build_task, load_task
+from raytrain_plus.job.task_loader import build_task, is_signal, load_task, users_frames
 from raytrain_plus.job.task_pickle import task_to_send
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.session.plain_values import plain_values
@@ -112,9 +113,18 @@ def trained(function: Any, **settings: Any) -> tuple[list[float], list[torch.Ten
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"reduction": "exact"}, {"precision": "bf16"}, {"precision": "fp16"}, {"recompute": "full"}],
+    [
+        {},
+        {"reduction": "exact"},
+        {"precision": "bf16"},
+        {"precision": "fp16"},
+        {"recompute": "full"},
+        {"compile": True},
+    ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_function_trains_to_the_same_bits_as_a_task(settings: dict[str, Any]) -> None:
     BEGUN.clear()
     losses, values, accuracies = trained(main, **settings)
@@ -454,3 +464,17 @@ def test_a_function_itself_is_a_task_in_python(tmp_path: Path) -> None:
 def test_the_code_of_a_function_is_what_its_task_was_made_from() -> None:
     assert __name__ in source_digests(job(main), [])
     assert source_digests(job(main), []) == source_digests(job(f"{__name__}:main"), [])
+
+
+def interrupted(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    for batch in session.batches():
+        signal.raise_signal(signal.SIGINT)
+        session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+
+
+def test_a_signal_ends_the_function_as_any_other() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trained(interrupted)
+    assert is_signal(caught.value)
+    assert [frame.name for frame in users_frames(caught.value)].count("interrupted") == 1
