@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 import subprocess
 import sys
@@ -478,3 +479,13 @@ def test_a_signal_ends_the_function_as_any_other() -> None:
         trained(interrupted)
     assert is_signal(caught.value)
     assert [frame.name for frame in users_frames(caught.value)].count("interrupted") == 1
+
+
+def test_the_function_computes_with_the_model_that_it_is_given() -> None:
+    task = build_task(load_task(plain, ()), {}, FACTS)
+    first, batch = task.model(), shards(0)[0][0].batch
+    with torch.no_grad():
+        for value in first.parameters():
+            value.zero_()
+    task.model()
+    assert task.loss(first, batch)["loss"].item() == pytest.approx(math.log(3))
