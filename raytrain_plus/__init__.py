@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from raytrain_plus.launch.handle import Handle, attach
     from raytrain_plus.launch.runner import resume, run, start
     from raytrain_plus.runs.export import load
+    from raytrain_plus.session.session import Session
     from raytrain_plus.task import RunFacts, StopRun, Task, WeightFiles
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "Result",
     "RunError",
     "RunFacts",
+    "Session",
     "StopRun",
     "Task",
     "TaskError",
@@ -71,6 +73,10 @@ def __getattr__(name: str) -> Any:
         from raytrain_plus import task
 
         return getattr(task, name)
+    if name == "Session":
+        from raytrain_plus.session.session import Session
+
+        return Session
     if name in ("run", "resume", "start"):
         from raytrain_plus.launch import runner
 

@@ -31,6 +31,8 @@ class RunFacts:
     """Steps of the whole run: the job's `steps`, or as many as its `epochs` have; for example for a schedule."""
     batch_size: int
     """Rows of a step, over all shards: the job's `data.batch_size`."""
+    rows: int = 0
+    """Rows of the training data, all of which an epoch uses; 0 where no data is known, as in an export."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,6 +218,7 @@ WALKS = {
 }
 
 OTHERS = {
+    "raytrain init first --template session": "unit/begin/test_write.py::test_the_written_task_makes_a_step",
     "raytrain export RUN --format transformers --to models/reviews": "integration/one_ray/test_bring.py::"
     "test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_opens",
     "raytrain export RUN --format adapter --to models/reviews-adapter": "integration/one_ray/test_bring.py::"

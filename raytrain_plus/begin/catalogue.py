@@ -30,6 +30,7 @@ class Template:
 TEMPLATES = {
     "digits": Template("digits", {"sklearn": "scikit-learn"}),
     "gpt": Template("gpt", {}),
+    "session": Template("spirals", {}),
     "trainer": Template(
         "reviews",
         {"transformers": "transformers", "tokenizers": "tokenizers", "accelerate": "accelerate"},

@@ -50,7 +50,7 @@ def listened_of(order: RunOrder, run: Claimed) -> Listened:
         pickled_task=plan.pickled_task,
         roots=plan.roots,
         args=plan.job.args,
-        facts=run_facts(plan.job, plan.steps),
+        facts=run_facts(plan.job, plan.steps, plan.data.rows),
         checkpoints=run.inside(CHECKPOINTS).address,
     )
     return Listened(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -300,7 +301,7 @@ class Job:
     """
 
     task: Annotated[str | type, bounds.import_path, KEPT]
-    """`module:Class` of the `Task`; in Python also the class itself. Required.
+    """`module:Class` of the `Task`, or `module:function` of a training loop; in Python also either itself. Required.
 
     It is imported from the working directory, then from the folder of the job file.
     """
@@ -412,6 +413,11 @@ class Job:
     """
 
     def __post_init__(self) -> None:
+        if isinstance(self.task, FunctionType):
+            # Imported here because it loads torch, as a function of a session has.
+            from raytrain_plus.session.session_task import session_task
+
+            object.__setattr__(self, "task", session_task(self.task))
         values = dict(flatten(self))
         wrong = {key: found for key, value in values.items() if (found := check_type(key, value)) is not None}
         right = {key: value for key, value in values.items() if key not in wrong}

@@ -26,6 +26,7 @@ import torch
 from raytrain_plus.errors import RaytrainError, TaskError
 from raytrain_plus.job.secret_refs import resolved
 from raytrain_plus.job.settings import Job
+from raytrain_plus.session.session_task import SessionTask, session_task
 from raytrain_plus.storage.place import is_utf8
 from raytrain_plus.task import RunFacts, Task
 
@@ -59,15 +60,44 @@ def load_user_code(job: Job, roots: Sequence[Path]) -> UserCode:
     transform, collate = job.data.transform, job.data.collate
     if collate is not None and ":" in collate:
         load_function(collate, roots)
-    return UserCode(load_task(job.task, roots), None if transform is None else load_function(transform, roots))
+    task = load_task(job.task, roots)
+    if issubclass(task, SessionTask):
+        _check_whole(job, task.__name__)
+    return UserCode(task, None if transform is None else load_function(transform, roots))
+
+
+def _check_whole(job: Job, name: str) -> None:
+    """Raise `TaskError` if the job divides the model of a training function.
+
+    Its workers would wait for one another inside the function, where an interrupt cannot be raised.
+    """
+    parallel = job.parallel
+    settings = ("pipeline", "tensor", *(["sharded"] if parallel.sharded == "full" else []))
+    for setting in settings if parallel.by_layer else ():
+        if getattr(parallel, setting) != 1:
+            raise TaskError(
+                f"the function {name} has a loop of its own, which needs the whole model on each worker",
+                where=f"parallel.{setting}: {getattr(parallel, setting)}",
+                expected="sharded: optimizer, which divides the optimizer's state, or none of it",
+                remedy="write a Task, whose layers can be divided",
+            )
 
 
 def load_task(task: str | type, roots: Sequence[Path]) -> type[Task]:
-    """Return the class named by `module:Class`, searching `roots` first, or a given class. Raises `TaskError`."""
+    """Return the class named by `module:Class`, searching `roots` first, or a given class. Raises `TaskError`.
+
+    A function becomes the task that gives its loop the batches: see `raytrain_plus.session`.
+    """
     value = _load(task, roots, "task") if isinstance(task, str) else task
+    if inspect.isfunction(value):
+        return session_task(value)
     if not (isinstance(value, type) and issubclass(value, Task)):
         name = task if isinstance(task, str) else f"{task.__module__}:{task.__qualname__}"
-        raise TaskError(f"{name} is {_spell(value)}", where="task", expected="a class derived from raytrain_plus.Task")
+        raise TaskError(
+            f"{name} is {_spell(value)}",
+            where="task",
+            expected="a class derived from raytrain_plus.Task, or a function of a session",
+        )
     return value
 
 
@@ -79,9 +109,9 @@ def load_function(spec: str, roots: Sequence[Path]) -> Callable[..., Any]:
     return value  # type: ignore[no-any-return]
 
 
-def run_facts(job: Job, total_steps: int) -> RunFacts:
-    """Return what the job's task is told of its run, which has that many steps."""
-    return RunFacts(total_steps=total_steps, batch_size=job.data.batch_size)
+def run_facts(job: Job, total_steps: int, rows: int = 0) -> RunFacts:
+    """Return what the job's task is told of its run, which has that many steps; `rows`: see `RunFacts`."""
+    return RunFacts(total_steps=total_steps, batch_size=job.data.batch_size, rows=rows)
 
 
 def build_task(cls: type[Task], args: Mapping[str, Any], run: RunFacts | None = None) -> Task:

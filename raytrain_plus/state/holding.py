@@ -134,6 +134,8 @@ class Holding:
     shared: Mapping[str, str] = field(default_factory=dict)
     """Further names in the model's `state_dict` of tensors that have several -> their names in the state, without the
     kind; both as in the model that is not cut."""
+    remembered: dict[str, Any] = field(default_factory=dict)
+    """What the task remembers of the steps so far: see `training.exchange.stepwise`."""
 
     rebuilt: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The digests of the others, by the parameters' names: 32 bytes each."""
@@ -211,6 +213,7 @@ def describe_state(holding: Holding, *, with_values: bool = False) -> tuple[dict
         "allowed": sorted(holding.allowed),
         **({"cuts": {name: list(cut) for name, cut in holding.cuts.items()}} if holding.cuts else {}),
         **({"shared": dict(holding.shared)} if holding.shared else {}),
+        **({"remembered": dict(holding.remembered)} if holding.remembered else {}),
     }
     if holding.optimizer is None:
         return tensors, {"classes": None, "optimizer": {}, "groups": None, "scheduler": None, **rest}
@@ -334,3 +337,5 @@ def _put_rest(tree: Json, holding: Holding) -> None:
     holding.counts.clear()
     holding.counts.update({SKIPPED: 0} | tree.get("counts", {}))
     holding.rules.update(rules_of(tree))
+    holding.remembered.clear()
+    holding.remembered.update(tree.get("remembered", {}))

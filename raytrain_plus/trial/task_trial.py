@@ -172,7 +172,7 @@ def try_on_cpu(job: Job, cls: type[Task], rows: RowReader, held_out: RowReader |
 
 def _shard_cost(job: Job, cls: type[Task], rows: RowReader) -> ShardCost | None:
     """Return the cost of a shard on this machine's CPU; None if the task cannot make such steps."""
-    task = task_of(job, cls, rows.sample_order.steps)
+    task = task_of(job, cls, *_length(rows))
     steps = whole_steps(build_state(job, task, torch.device("cpu")), skip_nonfinite=True)
     order = rows.sample_order
 
@@ -184,6 +184,11 @@ def _shard_cost(job: Job, cls: type[Task], rows: RowReader) -> ShardCost | None:
     with contextlib.suppress(Exception):
         return measure_shard_cost(job, steps, _context(), batch)
     return None
+
+
+def _length(rows: RowReader) -> tuple[int, int]:
+    """Return the number of steps of a run, and of the rows of its data."""
+    return rows.sample_order.steps, rows.sample_order.rows
 
 
 def try_task(
@@ -207,8 +212,8 @@ def try_task(
     size = None
     if not job.parallel.in_parts:
         with prints_hidden():
-            size = fitting_state(job, task_of(job, cls, rows.sample_order.steps), device, room)
-    task = task_of(job, cls, rows.sample_order.steps)
+            size = fitting_state(job, task_of(job, cls, *_length(rows)), device, room)
+    task = task_of(job, cls, *_length(rows))
     try_model = try_layers if job.parallel.by_layer else try_whole
     found = try_model(job, task, device, rows, held_out, room, size, rules=rules)
     return replace(found, state=size, remarks=(*found.remarks, *[not_taken] * bool(not_taken)))
@@ -516,6 +521,9 @@ def _speaker(task: Task, error: BaseException) -> str:
     for frame in users_frames(error):
         if frame.name in _TAKES:
             return f"{type(task).__name__}.{frame.name}"
+        if frame.name == type(task).__name__:
+            # A training function is a task by its own name.
+            return frame.name
     return f"{type(task).__name__}, in the backward pass or the optimizer step,"
 
 
@@ -531,7 +539,7 @@ def _footprint(
     if job.offload == "optimizer" and device.type == "cuda":
         to_come = 0
     # A task of its own, because one may keep something of its first batch's size.
-    other = task_of(job, type(task), rows.sample_order.steps)
+    other = task_of(job, type(task), *_length(rows))
 
     def forward(count: int) -> TaskLoss:
         nonlocal seconds

@@ -365,6 +365,10 @@ class Generation:
         """Report a record. A step of the generation proves that all its members have the state that they need."""
         if isinstance(record, StepRecord):
             self._prepared.own.proven()
+            task = self._prepared.own.state.stepwise
+            if task is not None and task.stops():
+                # As `raytrain stop` does; all workers stop at the same boundary.
+                self._controller.stop.remote()
         self._reporter.tell(record)
 
     def _tell_written(self, written: Written) -> None:

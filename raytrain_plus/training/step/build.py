@@ -42,9 +42,12 @@ from raytrain_plus.training.weights.shardable import Division, divide
 from raytrain_plus.training.weights.step_options import technique_of
 
 
-def task_of(job: Job, cls: type[Task], steps: int) -> Task:
-    """Return an instance of the task for a run of `steps` steps. Raises the errors of `build_task`."""
-    task = build_task(cls, job.args, run_facts(job, steps))
+def task_of(job: Job, cls: type[Task], steps: int, rows: int = 0) -> Task:
+    """Return an instance of the task for a run of `steps` steps; `rows`: see `RunFacts`.
+
+    Raises the errors of `build_task`.
+    """
+    task = build_task(cls, job.args, run_facts(job, steps, rows))
     set_collate(task, job.data.collate)
     return task
 

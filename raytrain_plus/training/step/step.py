@@ -13,11 +13,15 @@ decided by `verdict`.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import torch
 
 from raytrain_plus.device_clock import marks
 from raytrain_plus.errors import TrainingError
@@ -112,6 +116,7 @@ class SynchronousSteps:
         """
         self.begun = step
         self.state.train()
+        self._check_remembered(step, context)
         one, reduce_s, tries = _Try(self.state.scales, self.state.loss_scale), 0.0, TRIES
         while tries:
             computed = self._compute(step, shards, context, one)
@@ -128,6 +133,21 @@ class SynchronousSteps:
             f"the gradients of step {step} are not reproducible: each computation gives very different values; "
             "`reduction: exact` needs a loss that draws its random numbers from torch, NumPy or random"
         )
+
+    def _check_remembered(self, step: int, context: StepContext) -> None:
+        """Raise `TrainingError` if the task remembers something else on another worker."""
+        task, remembered = self.state.stepwise, self.state.remembered
+        if task is None or not task.remembers() or context.world.size == 1:
+            return
+        mine = zlib.crc32(json.dumps(remembered, sort_keys=True).encode())
+        seen = torch.tensor([mine, -mine])
+        context.control.enter("collective")
+        context.reduce(seen, "remembered", f"what the task remembers before step {step}", "max")
+        if int(seen[0]) != -int(seen[1]):
+            raise TrainingError(
+                f"what the task remembers before step {step} differs between workers: it must depend on nothing but "
+                "what it remembered before, and the metrics of the step"
+            )
 
     def _compute(self, step: int, shards: Shards, context: StepContext, one: _Try) -> _Computed:
         """Run the passes and the sums of a step once."""

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ from raytrain_plus.state.weight_rows import name_of
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.header import StepTotals
+from raytrain_plus.training.exchange.stepwise import Stepwise
 from raytrain_plus.training.exchange.verdict import gradient_norm
 from raytrain_plus.training.model.model import Built, as_one, other_names, set_training
 from raytrain_plus.training.update.layer_sums import LayerSums
@@ -101,6 +103,8 @@ class TrainState:
         self.division, self._rebuild = division, rebuild
         self.link = link or Link()
         """Reaches the workers that host the other slices of these layers."""
+        self.stepwise = task if isinstance(task, Stepwise) else None
+        """The task, if it is told of each step."""
         self.tied: Mapping[str, str] = {}
         """For the whole model: parameters that are copies -> the parameters they copy."""
         self.allowed: frozenset[str] = frozenset()
@@ -157,6 +161,8 @@ class TrainState:
         """The grids of the next exact sums, by parameter and buffer."""
         self.counts, self.rules = {SKIPPED: 0}, dict(NEW_RULES)
         """Parts of the committed state: the consecutive skipped steps up to this one, and the rules of its steps."""
+        self.remembered: dict[str, Any] = {}
+        """Part of the committed state: what the task remembers."""
         if self.technique.precision.scales_loss:
             put(LossScale(FIRST), self.counts)
 
@@ -199,6 +205,8 @@ class TrainState:
         `scales`: the grids of exact sums. `buffers`: whether any may change.
         """
         self._held = self._ended = None
+        if self.stepwise is not None and self.last_applied is not None:
+            self.stepwise.begin_step(self.last_applied + 1, self.remembered)
         factor = 1.0 if loss_scale is None else loss_scale.factor
         self.sums.begin(scales, self.counts.get(METRICS, 0), members, buffers=buffers, loss_factor=factor)
 
@@ -233,10 +241,13 @@ class TrainState:
         limit = self.technique.clip_norm
         if limit is not None and norm > limit:
             self.sums.scale(limit / (norm + 1e-6))
+        remembered = self._remembered_after(held.totals)
         self.last_applied = None
         self._change(held)
         for part in self.parts:
             part.buffers.commit(held.totals.rows)
+        self.remembered.clear()
+        self.remembered.update(remembered)
         self.scales = held.scales
         self.counts[SKIPPED] = 0
         self.last_applied = held.step
@@ -365,6 +376,7 @@ class TrainState:
             {name: cut for part in self.parts for name, cut in cuts_in(part.module).items()},
             self._copies,
             self._shared,
+            self.remembered,
             self._rebuilt,
         )
 
@@ -433,6 +445,12 @@ class TrainState:
             if id(one) in kept and any(value.requires_grad for value in one.parameters(recurse=False))
         )
         return next(found, "")
+
+    def _remembered_after(self, totals: StepTotals) -> Mapping[str, Any]:
+        """Return what the task remembers after a step."""
+        if self.stepwise is None or not self.stepwise.remembers():
+            return {}
+        return self.stepwise.remembered(self.remembered, {"loss": totals.loss, **totals.metrics})
 
     def _change(self, summed: Summed) -> None:
         """Change weights, optimizer and scheduler; parameters without a gradient are left alone."""

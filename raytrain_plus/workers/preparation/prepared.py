@@ -126,7 +126,7 @@ def prepare_worker(worker: str, plan: Plan) -> tuple[Prepared, PreparedReport]:
     rules = NEW_RULES if plan.resumed is None else rules_of(plan.resumed)
     trial = _trial(plan, cls, device, transform, rules, draws=draws) if plan.trial else None
     set_random_key(random_key(job.seed, "task"))
-    task = task_of(job, cls, plan.steps)
+    task = task_of(job, cls, plan.steps, plan.data.rows)
 
     def build(layers: Layers) -> TrainState:
         with as_task_error(f"{type(task).__name__} cannot be built", f"task: {job.task}"):
@@ -209,7 +209,9 @@ def _trial(
     if plan.held_out is not None:
         held_out = replace(held_out_rows_of(plan.job, plan.held_out, transform), draws=draws)
     found = try_task(plan.job, cls, device, replace(rows, draws=draws), held_out, rules)
-    # Hooks tie a model and its gradients into cycles.
+    # Hooks tie a model and its gradients into cycles. A training function that waits holds its model until the first
+    # pass has freed it.
+    gc.collect()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

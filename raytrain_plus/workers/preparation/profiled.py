@@ -55,7 +55,7 @@ def _operations(prepared: Prepared, assignment: Assignment) -> int:
     A model and a task of their own are built for this, so that the training's do not change.
     """
     plan, chunks = prepared.plan, assignment.layers.chunks
-    task = task_of(plan.job, type(prepared.task), plan.steps)
+    task = task_of(plan.job, type(prepared.task), plan.steps, plan.data.rows)
     precision = Precision(plan.job.precision, prepared.device)
     try:
         counted = count_operations(task, plan.job.seed, precision, prepared.feeds.first(), staged=bool(chunks))

@@ -288,7 +288,7 @@ def test_a_mistake_becomes_a_sentence(
 
 class Scheduled(Sound):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        assert self.run == RunFacts(total_steps=4, batch_size=32)
+        assert self.run == RunFacts(total_steps=4, batch_size=32, rows=ROWS)
         return schedules.warmup_cosine(optimizer, self.run.total_steps)
 
 

@@ -1,0 +1,228 @@
+"""The inside of a training function: what it has declared, its batch, and its loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from greenlet import getcurrent
+from torch import nn
+from typing_extensions import override
+
+from raytrain_plus.errors import TaskError
+from raytrain_plus.session.standing import Standing
+from raytrain_plus.session.users_line import first_line_of, users_line
+from raytrain_plus.torch_compat import write_count
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GROWING = (list, dict, set)
+_TAKEN = {
+    "optimizer": "a function of (name, parameter) pairs that returns the optimizer",
+    "scheduler": "a function of the optimizer that returns the scheduler",
+    "evaluate": "a function of (model, batch) that returns metrics",
+    "after_step": "a function of (state, metrics) that returns the next state",
+}
+
+
+class Inside(Iterator[Any]):
+    """What a function and the run tell each other; as an iterator, the batches of its loop.
+
+    The function holds it, so it holds no reference to the coroutine: nothing could free the two.
+    """
+
+    __slots__ = (
+        "_before",
+        "_code",
+        "_given",
+        "_locals",
+        "_standing",
+        "batch",
+        "carried",
+        "declared",
+        "fresh",
+        "gradients",
+        "loss",
+        "mode",
+        "module",
+        "used",
+    )
+
+    def __init__(self, code: CodeType, standing: Standing, given: nn.Module | None) -> None:
+        """Prepare the execution of a function of this code. `given`: the model that the run trains, if it exists."""
+        self.module: nn.Module | None = None
+        """The model of the function."""
+        self.declared: dict[str, Callable[..., Any]] = {}
+        """What it declares: the functions that are given to the session before the loop."""
+        self.carried: Sequence[str] = ()
+        """The names of local variables that the first batch has left with another value."""
+        self.used = 0
+        """The number of batches that the function has asked for."""
+        self.batch: Any = None
+        self.loss: dict[str, Any] | None = None
+        """What `Task.loss` returns for the batch; None before the function has called `step`."""
+        self.fresh = True
+        """Whether no batch has passed, so that a mistake may still be seen for the first time."""
+        self.mode = thread_mode()
+        """That of the run, where it has resumed the function while this was `fresh`."""
+        self.gradients = True
+        """Whether the run records gradients, where it has resumed the function."""
+        self._code, self._standing, self._given = code, standing, given
+        self._before: list[tuple[int, bool]] = []
+        """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
+        self._locals: Mapping[str, Any] = {}
+
+    def take_model(self, build: Callable[[], nn.Module]) -> nn.Module:
+        """See `Session.model`."""
+        if self.module is not None:
+            raise TaskError(
+                f"{self._code.co_name} calls session.model twice, and a run trains one model",
+                where=users_line(),
+                remedy="put both models into one nn.Module",
+            )
+        self._check_before_loop("model")
+        if isinstance(build, nn.Module) or not callable(build):
+            raise TaskError(
+                f"session.model was given a {type(build).__name__}",
+                where=users_line(),
+                expected="a function that returns the model: each worker builds its own under the run's random keys",
+            )
+        if self._given is None:
+            built = build()
+            if not isinstance(built, nn.Module):
+                raise TaskError(
+                    f"session.model: the function returned {type(built).__name__}",
+                    where=users_line(),
+                    expected="a torch.nn.Module",
+                )
+            self.module = built
+        else:
+            self.module = self._given
+            self._before = _written(self.module)
+        return self.module
+
+    def declare(self, what: str, function: Callable[..., Any]) -> None:
+        """Take the function that is given to this method of the session."""
+        self._check_before_loop(what)
+        if what in self.declared:
+            raise TaskError(f"{self._code.co_name} calls session.{what} twice", where=users_line(), expected="one call")
+        if not callable(function):
+            raise TaskError(
+                f"session.{what} was given a {type(function).__name__}",
+                where=users_line(),
+                expected=_TAKEN[what],
+            )
+        self.declared[what] = function
+
+    def _check_before_loop(self, what: str) -> None:
+        if self.used:
+            raise TaskError(
+                f"session.{what} is called inside the loop",
+                where=users_line(),
+                remedy=f"call session.{what} before the loop",
+            )
+
+    def take_loss(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, metrics: Mapping[str, Any] | None
+    ) -> None:
+        """See `Session.step`."""
+        if not self.used:
+            raise TaskError(
+                "session.step is called outside the loop",
+                where=users_line(),
+                expected="for batch in session.batches(): ...",
+            )
+        if self.loss is not None:
+            raise TaskError(
+                "session.step is called twice for one batch",
+                where=users_line(),
+                expected="one loss, the sum of all parts",
+                remedy="call session.step(first + second)",
+            )
+        self.loss = {"loss": loss}
+        if weight is not None:
+            self.loss["weight"] = weight
+        if metrics is not None:
+            self.loss["metrics"] = metrics
+
+    def standing(self, what: str) -> Standing:
+        """Return where the run stands. Raises `TaskError` before the loop."""
+        if not self.used:
+            raise TaskError(
+                f"session.{what} is not known before the loop",
+                where=users_line(),
+                remedy=f"read session.{what} in the loop, or in what session.optimizer and session.scheduler are given",
+            )
+        return self._standing
+
+    @override
+    def __next__(self) -> Any:
+        if self.module is None:
+            raise TaskError(
+                f"{self._code.co_name} takes a batch before it has a model",
+                where=users_line(),
+                remedy="call model = session.model(build) before the loop",
+            )
+        if self.used and self.loss is None:
+            raise TaskError(
+                "the loop takes the next batch, and gave no loss of this one",
+                where=users_line(),
+                remedy="call session.step(loss) for each batch; a batch without a part in the loss has weight=0",
+            )
+        if self.gradients != torch.is_grad_enabled() or (self.fresh and self.mode != thread_mode()):
+            torch.set_grad_enabled(self.gradients)
+            raise TaskError(
+                "the loop stands in a context of torch, such as autocast or no_grad, which would hold in the run, too",
+                where=users_line(),
+                remedy="open it in the body of the loop; for autocast, set precision in the job",
+            )
+        if self.fresh:
+            self._check_outset()
+        self.used += 1
+        parent = getcurrent().parent
+        assert parent is not None, "the function is a coroutine"
+        parent.switch()
+        batch, self.batch = self.batch, None
+        return batch
+
+    def _check_outset(self) -> None:
+        """Check what the function has done before its loop, and with its first batch."""
+        assert self.module is not None, "it was checked"
+        if self._before and self._before != _written(self.module):
+            raise TaskError(
+                f"{self._code.co_name} changes the model after session.model",
+                where=first_line_of(self._code),
+                remedy="do so in the function that is given to session.model: a run may begin with other weights",
+            )
+        held = {name: _gist(value) for name, value in self._held_locals().items()}
+        if self.used:
+            self.fresh = False
+            self.carried = sorted(name for name, gist in self._locals.items() if held.get(name) != gist)
+        self._locals = held
+
+    def _held_locals(self) -> Mapping[str, Any]:
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return {} if frame is None else frame.f_locals
+
+
+def _written(module: nn.Module) -> list[tuple[int, bool]]:
+    return [(write_count(value), value.requires_grad) for value in module.parameters()]
+
+
+def thread_mode() -> tuple[bool, ...]:
+    """Return what torch keeps for each thread, beside gradients, and a context may change."""
+    autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+    return torch.is_inference_mode_enabled(), *autocast
+
+
+def _gist(value: Any) -> Any:
+    """Return what shows that a local variable has another value; None for what is not compared."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return id(value), write_count(value)
+    return len(value) if isinstance(value, _GROWING) else None
