@@ -11,6 +11,7 @@ PAGES = (
     "jobs/README.md",
     "jobs/bring.md",
     "jobs/data.md",
+    "jobs/moving.md",
     "jobs/parallel.md",
     "jobs/recovery.md",
     "jobs/reference.md",
