@@ -30,9 +30,11 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import is_datasets_available
 
 from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, settings_of_arguments
+from raytrain_plus.bring.item_kinds import kinds_of
+from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel
 from raytrain_plus.bring.script import with_overrides
-from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
-from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
+from raytrain_plus.bring.trainer_parcel import write_parcel
+from raytrain_plus.bring.trainer_task import Unknown, masks_at_random, prepared
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.yaml import read_job
@@ -42,7 +44,6 @@ from raytrain_plus.result import Result
 from raytrain_plus.runs.export import load
 from raytrain_plus.runs.folder import job_of
 from raytrain_plus.storage.folders.open import open_folder
-from raytrain_plus.task import field_name
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
 CALLING = "raytrain_plus.bring.trainer_task:CallingTrainerTask"
@@ -161,7 +162,7 @@ class _Elastic:
         storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
         parcel = _resumed(storage / name) if resumes else None
         if parcel is not None:
-            check_same(parcel, trainer.args)
+            check_same(parcel, trainer.args.to_dict(), "TrainingArguments", "train()")
         else:
             parcel = new_parcel(storage / f"{name}.trainer")
             _write(parcel, trainer, train, held_out if "evaluate" in settings else None)
@@ -287,9 +288,7 @@ def _write(parcel: Path, trainer: Any, train: Any, held_out: Any) -> None:
     """Write what the workers read."""
     trainer.columns_removed = _of_datasets(train)
     first = train[0] if _length(train) and hasattr(train, "__getitem__") else None
-    fields = first.items() if isinstance(first, Mapping) else enumerate(first) if isinstance(first, tuple) else ()
-    kinds = {name if isinstance(name, str) else field_name(name): kind_of(value) for name, value in fields}
-    trainer.item_kinds = {name: kind for name, kind in kinds.items() if kind}
+    trainer.item_kinds = kinds_of(first)
     if first is not None:
         _check_collator(trainer, [train[number] for number in range(min(2, len(train)))])
     model = None
