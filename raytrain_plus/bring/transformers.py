@@ -33,6 +33,7 @@ from raytrain_plus.bring.arguments import best_metric, best_mode, in_steps, sett
 from raytrain_plus.bring.item_kinds import kinds_of
 from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel
 from raytrain_plus.bring.script import with_overrides
+from raytrain_plus.bring.settings_merged import merged
 from raytrain_plus.bring.trainer_parcel import write_parcel
 from raytrain_plus.bring.trainer_task import Unknown, masks_at_random, prepared
 from raytrain_plus.errors import InputError, RunError
@@ -178,7 +179,7 @@ class _Elastic:
             "args": {"folder": str(parcel)},
             "storage": str(storage),
         }
-        text = yaml.safe_dump(_with(settings, given))
+        text = yaml.safe_dump(merged(settings, given))
         return read_job(text, "Trainer(run=...)", name), parcel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -340,18 +341,6 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except TypeError:
         return None
-
-
-def _with(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with others in their place, group by group."""
-    groups = {key: _with(settings[key], value) for key, value in given.items() if _both(settings.get(key), value)}
-    length = {"steps", "epochs"} & given.keys()
-    kept = {key: value for key, value in settings.items() if not (length and key in ("steps", "epochs"))}
-    return {**kept, **given, **groups}
-
-
-def _both(one: Any, other: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(other, Mapping)
 
 
 def _take_back(trainer: Any, result: Result) -> None:
