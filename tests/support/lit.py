@@ -67,10 +67,10 @@ class DigitsData(LightningDataModule):
 class Digits(LightningModule):
     """Digits with metrics of both kinds, means and one that is none, and values kept over an evaluation."""
 
-    def __init__(self, width: int = 32, interval: str = "epoch", gamma: float = 0.7) -> None:
+    def __init__(self, width: int = 32, interval: str = "epoch", gamma: float = 0.7, norm: str = "BatchNorm1d") -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.body = nn.Sequential(nn.Linear(64, width), nn.BatchNorm1d(width), nn.ReLU())
+        self.body = nn.Sequential(nn.Linear(64, width), getattr(nn, norm)(width), nn.ReLU())
         self.head = nn.Linear(width, 10)
         self.train_accuracy = MulticlassAccuracy(10, average="micro")
         self.of_evaluation = MetricCollection(

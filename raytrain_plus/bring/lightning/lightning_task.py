@@ -194,6 +194,11 @@ class LightningTask(Task):
         begin(metrics, torch.device("cpu"))
         return found
 
+    def epochs_after(self, steps: int) -> int:
+        """See `runs.lightning_file.CountsEpochs`."""
+        rows = self._brought.facts.rows
+        return steps * self.run.batch_size // rows if rows else 0
+
     @cached_property
     def _empty(self) -> nn.Module:
         return without_values(self)
