@@ -42,9 +42,9 @@ def read_loader(loader: Any, where: str) -> LoadedData:
     if isinstance(loader, (list, tuple)) and len(loader) == 1:
         [loader] = loader
     if not isinstance(loader, DataLoader):
-        what = f"{len(loader)} loaders" if isinstance(loader, (list, tuple, dict)) else f"a {type(loader).__name__}"
+        many = isinstance(loader, (list, tuple, dict))
         raise InputError(
-            f"there is {what}",
+            f"the rows come from a {type(loader).__name__}{' of loaders' if many else ''}",
             where=where,
             expected="one torch.utils.data.DataLoader",
             remedy="join the datasets with torch.utils.data.ConcatDataset, or mix them in a job file with data.mix",

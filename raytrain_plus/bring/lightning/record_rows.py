@@ -69,7 +69,7 @@ def _packed(value: Any) -> Any:
         return msgpack.ExtType(_NUMBER, _of_array(np.asarray(value)))
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"it holds a {type(value).__name__}")
+    raise TypeError(f"it holds an object of type {type(value).__name__}")
 
 
 def _of_array(array: Any) -> bytes:
