@@ -96,6 +96,12 @@ class LightningTask(Task):
         of_first = {id(values[0]): values for values in pieces.values()}
         for group in optimizer.param_groups:
             group["params"] = [one for value in group["params"] for one in of_first.get(id(value), [])]
+        if pieces and not any(group["params"] for group in optimizer.param_groups):
+            raise TaskError(
+                "configure_optimizers returned an optimizer of none of the parameters that are trained",
+                where="configure_optimizers",
+                remedy="make it in configure_optimizers, of self.parameters(), and not before",
+            )
         self._view.optimizer = optimizer
         return optimizer
 
@@ -325,10 +331,13 @@ class _Hooks:
                 one.training = True
 
     def begin_epoch(self) -> None:
-        """Call `on_train_epoch_start` once in each epoch of this process."""
+        """Call `on_train_epoch_start` once in each epoch of this process; nothing is reported from it."""
         if self._epoch != self.view.current_epoch:
             self._epoch = self.view.current_epoch
+            # What it logs would be of one microbatch alone.
+            book, self._book = self._book, None
             self.module.on_train_epoch_start()
+            self._book = book
 
     def end_epoch(self) -> None:
         """Call `on_train_epoch_end`, from which nothing is reported."""

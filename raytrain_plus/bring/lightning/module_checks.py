@@ -35,11 +35,16 @@ REFUSED: Mapping[str, str] = {
     "optimizer_zero_grad": "leave it out: gradients are zero before each step",
     "optimizers": "call self.optimizers of Lightning",
     "toggle_optimizer": "use one optimizer",
+    "training_epoch_end": "define on_train_epoch_end, as Lightning 2 does",
+    "training_step_end": "compute it in training_step, as Lightning 2 does",
     "untoggle_optimizer": "use one optimizer",
+    "validation_epoch_end": "define on_validation_epoch_end, as Lightning 2 does",
+    "validation_step_end": "compute it in validation_step, as Lightning 2 does",
 }
 """Methods that a run would not call, and must not pass over -> what to do instead."""
 PASSED_OVER: Mapping[str, str] = {
     "on_before_optimizer_step": "on_before_optimizer_step is not called; each step reports its grad_norm",
+    "on_train_epoch_start": "what on_train_epoch_start logs is not reported; each step reports its rates",
     "on_train_epoch_end": "what on_train_epoch_end logs is not reported; log it in training_step with on_epoch=True",
 }
 """Methods of which not everything is done -> what is not."""

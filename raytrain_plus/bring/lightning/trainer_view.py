@@ -32,11 +32,11 @@ class TrainerView:
     It has no `__dict__`: what changes in it with each step is no state of the model.
     """
 
-    __slots__ = ("_facts", "datamodule", "optimizer", "run", "schedules", "stage")
+    __slots__ = ("_datamodule", "_facts", "optimizer", "run", "schedules", "stage")
 
     def __init__(self, facts: TrainerFacts, datamodule: Any = None) -> None:
         self._facts = facts
-        self.datamodule = datamodule
+        self._datamodule = datamodule
         self.run: RunFacts | None = None
         """Set once the run is known."""
         self.optimizer: torch.optim.Optimizer | None = None
@@ -62,6 +62,13 @@ class TrainerView:
     global_step = property(lambda self: 0 if self.schedules is None else self.schedules.last_epoch)
     logger = property(lambda self: SilentLogger())
     loggers = property(lambda self: [self.logger])
+
+    @property
+    def datamodule(self) -> Any:
+        """The data module, if there is one in this process."""
+        if self._datamodule is None:
+            raise _refused("datamodule", "take what you need of it in setup, or give it to the module's constructor")
+        return self._datamodule
 
     @property
     def batch_idx(self) -> int:

@@ -283,6 +283,22 @@ class Reaching(Plain):
         return self.trainer.strategy.reduce(super().training_step(batch, batch_idx))
 
 
+class Early(Plain):
+    """Makes its optimizer before a worker has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class Reading(Plain):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.trainer.datamodule.scale
+
+
 class Summed(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("x", 1.0, reduce_fx="sum", on_epoch=True)
@@ -301,6 +317,8 @@ class Summed(Plain):
         (Vector, r"self.log('x') got a tensor of shape (4,)"),
         (Stopping, "self.trainer.should_stop is not offered"),
         (Reaching, "self.trainer.strategy is not offered"),
+        (Early, "an optimizer of none of the parameters that are trained"),
+        (Reading, "self.trainer.datamodule is not offered"),
         (Summed, "reduce_fx='sum'"),
         (lambda: nn.Linear(4, 1), "the module is of type Linear"),
     ],
@@ -323,6 +341,7 @@ def test_what_a_run_does_not_have_is_refused_by_name(make: Any, said: str) -> No
         "configure_sharded_model",
         "all_gather",
         "on_validation_model_eval",
+        "validation_epoch_end",
     ],
 )
 def test_an_overridden_method_that_a_run_would_not_call_is_refused(name: str) -> None:
@@ -475,6 +494,7 @@ class Hooked(Plain):
         self.note("on_train_start")
 
     def on_train_epoch_start(self) -> None:
+        self.log("of the first batch", 1.0)
         self.note(f"epoch {self.current_epoch} begins")
 
     def on_train_epoch_end(self) -> None:
@@ -519,6 +539,7 @@ def test_hooks_are_called_in_the_order_of_lightning() -> None:
         # Two microbatches.
         for _ in range(2):
             found = task_loss(task, model, batch, 8)
+            assert found.metrics.keys() == {"seen", "step"}
         assert found.metrics["step"] == step
         optimizer.step()
         schedules.step()
@@ -526,7 +547,8 @@ def test_hooks_are_called_in_the_order_of_lightning() -> None:
     shifted = (torch.stack([one for one, _ in ROWS]) + 1) * 2 + 3
     assert float(found.metrics["seen"]) == pytest.approx(float(shifted.sum()))
     assert task.remarks() == [
-        "what on_train_epoch_end logs is not reported; log it in training_step with on_epoch=True"
+        "what on_train_epoch_start logs is not reported; each step reports its rates",
+        "what on_train_epoch_end logs is not reported; log it in training_step with on_epoch=True",
     ]
 
 
