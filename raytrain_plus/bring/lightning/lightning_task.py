@@ -336,13 +336,27 @@ class _Hooks:
             self._epoch = self.view.current_epoch
             # What it logs would be of one microbatch alone.
             book, self._book = self._book, None
-            self.module.on_train_epoch_start()
+            with self._same_trained("on_train_epoch_start"):
+                self.module.on_train_epoch_start()
             self._book = book
 
     def end_epoch(self) -> None:
         """Call `on_train_epoch_end`, from which nothing is reported."""
         if self.module is not None:
-            self.module.on_train_epoch_end()
+            with self._same_trained("on_train_epoch_end"):
+                self.module.on_train_epoch_end()
+
+    @contextmanager
+    def _same_trained(self, hook: str) -> Iterator[None]:
+        """Raise `TaskError` if a hook freezes parameters, or trains others: a run trains the same ones throughout."""
+        before = [value.requires_grad for value in self.module.parameters()]
+        yield
+        if before != [value.requires_grad for value in self.module.parameters()]:
+            raise TaskError(
+                f"{hook} changes which parameters are trained",
+                where="LightningModule",
+                remedy="freeze them in __init__, and train again for the next phase",
+            )
 
     def begin_evaluation(self, rows: int) -> int:
         """Return the number of a held-out batch in this process since the last step."""

@@ -294,6 +294,16 @@ class Early(Plain):
         return self.optimizer
 
 
+class Freezing(Plain):
+    def on_train_epoch_start(self) -> None:
+        self.layer.bias.requires_grad_(False)
+
+
+class FreezingLater(Plain):
+    def on_train_epoch_end(self) -> None:
+        self.layer.bias.requires_grad_(False)
+
+
 class Reading(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step(batch, batch_idx) * self.trainer.datamodule.scale
@@ -318,6 +328,7 @@ class Summed(Plain):
         (Stopping, "self.trainer.should_stop is not offered"),
         (Reaching, "self.trainer.strategy is not offered"),
         (Early, "an optimizer of none of the parameters that are trained"),
+        (Freezing, "on_train_epoch_start changes which parameters are trained"),
         (Reading, "self.trainer.datamodule is not offered"),
         (Summed, "reduce_fx='sum'"),
         (lambda: nn.Linear(4, 1), "the module is of type Linear"),
@@ -347,6 +358,11 @@ def test_what_a_run_does_not_have_is_refused_by_name(make: Any, said: str) -> No
 def test_an_overridden_method_that_a_run_would_not_call_is_refused(name: str) -> None:
     kind = type("Own", (Plain,), {name: lambda self, *_, **__: None})
     assert f"Own overrides {name}" in refused(kind)
+
+
+def test_parameters_cannot_be_frozen_at_the_end_of_an_epoch() -> None:
+    with pytest.raises(TaskError, match="on_train_epoch_end changes which parameters are trained"):
+        stepped(task_of(FreezingLater, rows=8))
 
 
 def test_a_scheduler_of_epochs_needs_their_length() -> None:
