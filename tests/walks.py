@@ -223,6 +223,8 @@ OTHERS = {
     "test_a_folder_with_another_head_trains_to_the_same_bits_through_a_death_and_opens",
     "raytrain export RUN --format adapter --to models/reviews-adapter": "integration/one_ray/test_bring.py::"
     "test_an_adapter_is_all_that_a_run_saves_and_both_exports_open",
+    "raytrain export RUN --format lightning --to FILE.ckpt": "integration/one_ray/test_lightning.py::"
+    "test_a_checkpoint_of_lightning_opens_and_a_run_is_resumed",
     "raytrain run SCRIPT.py --set workers.max=4": "integration/one_ray/test_trainer.py::"
     "test_a_script_is_executed_with_settings_given_beside_it",
     HEAD: "integration/test_walks.py::test_a_walk_through_the_pages",

@@ -10,6 +10,17 @@ from raytrain_plus.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)
+class ScriptRun:
+    """The run of a script, which is its own job."""
+
+    folder: str
+    """Where it is, from the folder of the script."""
+    export: str
+    """The options with which `raytrain export` writes its model."""
+    opened_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class Template:
     """A folder of `templates/`."""
 
@@ -17,8 +28,8 @@ class Template:
     """The name of its module and of its job. It must not be the name of a library, which it would hide."""
     needs: Mapping[str, str]
     """The modules that it imports beside those of raytrain_plus -> the package to install."""
-    script: bool = False
-    """Whether it is a Trainer script, which is its own job."""
+    script: ScriptRun | None = None
+    """For a script in place of a task."""
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -31,10 +42,15 @@ TEMPLATES = {
     "digits": Template("digits", {"sklearn": "scikit-learn"}),
     "gpt": Template("gpt", {}),
     "session": Template("spirals", {}),
+    "lightning": Template(
+        "spirals",
+        {"lightning": "lightning", "torchmetrics": "torchmetrics"},
+        ScriptRun("spirals/lightning_logs/run", "--format lightning --to spirals.ckpt", "load_from_checkpoint"),
+    ),
     "trainer": Template(
         "reviews",
         {"transformers": "transformers", "tokenizers": "tokenizers", "accelerate": "accelerate"},
-        script=True,
+        ScriptRun("reviews/run", "--format transformers --to model", "from_pretrained"),
     ),
     "transformers": Template("sentiment", {"transformers": "transformers", "tokenizers": "tokenizers"}),
     "vision": Template("shapes", {}),
@@ -59,12 +75,13 @@ def next_steps(name: str, folder: Path) -> list[str]:
         TEMPLATES[name].stem,
         [(f"cd {folder}", ""), ("pytest", "it learns, without Ray (pip install pytest)")],
     )
-    if TEMPLATES[name].script:
+    script = TEMPLATES[name].script
+    if script is not None:
         steps = [
             *begin,
             (f"raytrain run {stem}.py --set workers.max=2", "trains, on this machine"),
-            (f"raytrain audit {stem}/run", "each row was used once in each epoch"),
-            (f"raytrain export {stem}/run --format transformers --to model", "writes what from_pretrained opens"),
+            (f"raytrain audit {script.folder}", "each row was used once in each epoch"),
+            (f"raytrain export {script.folder} {script.export}", f"writes what {script.opened_by} opens"),
         ]
     else:
         steps = [

@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from torch import nn
@@ -18,10 +17,12 @@ from torch import nn
 from raytrain_plus.bring.arguments import ignored, improve, in_steps
 from raytrain_plus.bring.empty import without_values
 from raytrain_plus.bring.held_out_sets import SET, by_set, rows_where
+from raytrain_plus.bring.item_kinds import items_of
 from raytrain_plus.bring.lora import frozen_names
-from raytrain_plus.bring.trainer_parcel import read_parcel_model, read_trainer
+from raytrain_plus.bring.parcel import read_parcel_model
+from raytrain_plus.bring.trainer_parcel import read_trainer
 from raytrain_plus.errors import TaskError
-from raytrain_plus.task import SINGLE, StopRun, Task, field_name
+from raytrain_plus.task import StopRun, Task
 from raytrain_plus.torch_compat import pytree
 
 STOPS = "should_training_stop"
@@ -115,7 +116,7 @@ class TrainerTask(Task):
             collator.generator = torch.Generator().manual_seed(zlib.crc32(repr(table.to_pydict()).encode()))
             collator.seed, collator._generator_pid = 1, os.getpid()
         sets = table.column(SET) if SET in table.column_names else None
-        features = _items(table if sets is None else table.drop_columns(SET), trainer.item_kinds)
+        features = items_of(table if sets is None else table.drop_columns(SET), trainer.item_kinds)
         if not trainer.columns_removed and trainer.args.remove_unused_columns:
             collator = trainer._get_collator_with_removed_columns(collator)
         batch = _plain(collator(features))
@@ -360,38 +361,6 @@ def prepared(trainer: Any, model: Any) -> Any:
 def masks_at_random(collator: Any) -> bool:
     """Return whether a collator draws tokens to mask from a generator of its own."""
     return bool(getattr(collator, "mlm", False)) and hasattr(collator, "generator")
-
-
-def kind_of(value: Any) -> str:
-    """Return what a field of an item is: a `tensor`, an `array`, or Python's own."""
-    return "tensor" if isinstance(value, torch.Tensor) else "array" if isinstance(value, np.ndarray) else ""
-
-
-def _items(table: pa.Table, kinds: Mapping[str, str]) -> list[Any]:
-    """Return rows as the items that the dataset had: mappings, tuples or single values.
-
-    `kinds`: for each column that was no value of Python's own, see `kind_of`.
-    """
-    columns = {name: _values(table.column(name), kinds.get(name, "")) for name in table.column_names}
-    if list(columns) == [SINGLE]:
-        return list(columns[SINGLE])
-    rows = zip(*columns.values(), strict=True)
-    if columns and list(columns) == [field_name(number) for number in range(len(columns))]:
-        return list(rows)
-    return [dict(zip(columns, row, strict=True)) for row in rows]
-
-
-def _values(column: pa.ChunkedArray, kind: str) -> Sequence[Any]:
-    values: list[Any] = column.to_pylist()
-    if not kind:
-        return values
-    held = column.type
-    while pa.types.is_list(held) or pa.types.is_large_list(held) or pa.types.is_fixed_size_list(held):
-        held = held.value_type
-    arrays = (None if one is None else np.asarray(one, dtype=held.to_pandas_dtype()) for one in values)
-    if kind == "array":
-        return list(arrays)
-    return [None if one is None else torch.from_numpy(one) for one in arrays]
 
 
 def _plain(batch: Any) -> Any:

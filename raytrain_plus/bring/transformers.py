@@ -31,9 +31,12 @@ from transformers.utils import is_datasets_available
 
 from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_steps, settings_of_arguments
 from raytrain_plus.bring.held_out_sets import NumberedSets
+from raytrain_plus.bring.item_kinds import kinds_of
+from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel
 from raytrain_plus.bring.script import with_overrides
-from raytrain_plus.bring.trainer_parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, write_parcel
-from raytrain_plus.bring.trainer_task import Unknown, kind_of, masks_at_random, prepared
+from raytrain_plus.bring.settings_merged import merged
+from raytrain_plus.bring.trainer_parcel import write_parcel
+from raytrain_plus.bring.trainer_task import Unknown, masks_at_random, prepared
 from raytrain_plus.checks.promises import promises_of
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.job.settings import Job
@@ -48,7 +51,6 @@ from raytrain_plus.runs.history import load_history
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.task import field_name
 from raytrain_plus.training.weights.model_part import inexact_parameter
 
 TASK = "raytrain_plus.bring.trainer_task:TrainerTask"
@@ -178,7 +180,7 @@ class TrainsAsRun:
         storage, name = Path(trainer.args.output_dir).absolute(), trainer.args.run_name or "run"
         parcel = _resumed(storage / name) if resumes else None
         if parcel is not None:
-            check_same(parcel, trainer.args)
+            check_same(parcel, trainer.args.to_dict(), "TrainingArguments", "train()")
         else:
             parcel = new_parcel(storage / f"{name}.trainer")
             _write(parcel, trainer, train, held_out if "evaluate" in settings else None)
@@ -194,7 +196,7 @@ class TrainsAsRun:
             "args": {"folder": str(parcel)},
             "storage": str(storage),
         }
-        text = yaml.safe_dump(_with(settings, given))
+        text = yaml.safe_dump(merged(settings, given))
         return read_job(text, "Trainer(run=...)", name), parcel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -303,9 +305,7 @@ def _write(parcel: Path, trainer: Any, train: Any, held_out: Any) -> None:
     """Write what the workers read."""
     trainer.columns_removed = _of_datasets(train)
     first = train[0] if _length(train) and hasattr(train, "__getitem__") else None
-    fields = first.items() if isinstance(first, Mapping) else enumerate(first) if isinstance(first, tuple) else ()
-    kinds = {name if isinstance(name, str) else field_name(name): kind_of(value) for name, value in fields}
-    trainer.item_kinds = {name: kind for name, kind in kinds.items() if kind}
+    trainer.item_kinds = kinds_of(first)
     if first is not None:
         _check_collator(trainer, [train[number] for number in range(min(2, len(train)))])
     model = None
@@ -361,18 +361,6 @@ def _length(dataset: Any) -> int | None:
         return len(dataset)
     except TypeError:
         return None
-
-
-def _with(settings: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with others in their place, group by group."""
-    groups = {key: _with(settings[key], value) for key, value in given.items() if _both(settings.get(key), value)}
-    length = {"steps", "epochs"} & given.keys()
-    kept = {key: value for key, value in settings.items() if not (length and key in ("steps", "epochs"))}
-    return {**kept, **given, **groups}
-
-
-def _both(one: Any, other: Any) -> bool:
-    return isinstance(one, Mapping) and isinstance(other, Mapping)
 
 
 def _take_back(trainer: Any, result: Result) -> None:

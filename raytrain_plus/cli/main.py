@@ -357,7 +357,7 @@ def status(run: str | None, storage: str, address: str | None, as_json: bool) ->
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["safetensors", "transformers", "adapter", "torch-export"]),
+    type=click.Choice(["safetensors", "transformers", "adapter", "lightning", "torch-export"]),
     default="safetensors",
     show_default=True,
 )

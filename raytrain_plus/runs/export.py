@@ -27,6 +27,7 @@ from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.observe.run_progress import after_step
 from raytrain_plus.runs.folder import checkpoint_at, find_run, job_of
 from raytrain_plus.runs.history import is_older, load_history
+from raytrain_plus.runs.lightning_file import CountsEpochs, checkpoint_of
 from raytrain_plus.runs.pretrained_folder import FromFolder, write_adapter, write_folder
 from raytrain_plus.runs.program import exported, taken
 from raytrain_plus.state.entry import REBUILT, to_export
@@ -256,8 +257,8 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
 def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: str = "fp32") -> str:
     """Export a checkpoint of a run, given by name, folder or address, or by the checkpoint's own folder.
 
-    `kind`: `safetensors`, `transformers`, `adapter` or `torch-export`. `dtype`: see `export_weights`. Returns what was
-    written, as a sentence. Raises `InputError` for anything but the first in bf16.
+    `kind`: `safetensors`, `transformers`, `adapter`, `lightning` or `torch-export`. `dtype`: see `export_weights`.
+    Returns what was written, as a sentence. Raises `InputError` for anything but the first in bf16.
     """
     if kind != "safetensors" and dtype != "fp32":
         raise InputError(
@@ -272,6 +273,8 @@ def export_to(run: str, storage: str, to: Path, kind: str, which: Which, dtype: 
     elif kind in ("transformers", "adapter"):
         write = write_folder if kind == "transformers" else write_adapter
         manifest = export_folder(folder, to, [Path.cwd()], which, write)
+    elif kind == "lightning":
+        manifest = export_checkpoint(folder, to, [Path.cwd()], which)
     else:
         manifest, inputs = export_program(folder, to, [Path.cwd()], which)
         takes = f"; it takes {inputs}"
@@ -364,6 +367,21 @@ def export_folder(
     if tokenizer is not None:
         beside.append(tokenizer if tokenizer.is_dir() else tokenizer.parent)
     write(module, to, beside)
+    return manifest
+
+
+def export_checkpoint(run: Folder, to: Path, roots: Sequence[Path], which: Which = NEWEST) -> Manifest:
+    """Write a LightningModule of a run as a file that `load_from_checkpoint` opens.
+
+    Returns the manifest of the checkpoint. Raises `InputError` for a model that is none of Lightning's.
+    """
+    job, code = _job_and_code(run, roots)
+    manifest, weights = weights_of(run, which)
+    steps = manifest.step + 1
+    task, module = _trained(run, job, code, weights, steps)
+    epochs = task.epochs_after(steps) if isinstance(task, CountsEpochs) else 0
+    found = checkpoint_of(module, steps, epochs)
+    _whole(to, lambda part: torch.save(found, part))
     return manifest
 
 

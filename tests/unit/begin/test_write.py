@@ -55,6 +55,21 @@ def test_the_written_script_makes_a_run(here: Path, monkeypatch: pytest.MonkeyPa
     assert set(trying.result().metrics) == {"eval_loss", "eval_accuracy"}
 
 
+def test_the_written_lightning_script_makes_a_run(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in TEMPLATES["lightning"].needs:
+        pytest.importorskip(module)
+    assert said("init", "new", "--template", "lightning") == 0
+    monkeypatch.chdir(here / "new")
+    monkeypatch.syspath_prepend(str(here / "new"))
+    made = importlib.import_module("spirals")
+    job, parcel = made.trainer(accelerator="cpu")._job(made.Classifier(), None, None, made.Spirals())
+    assert (job.workers.min, job.workers.max, job.epochs, job.data.batch_size) == (1, 2, 5, 64)
+    trying = TryingHere(job, [parcel])
+    trying.data()
+    assert set(trying.result().metrics) == {"val_loss", "val_accuracy", "val_f1"}
+    assert trying.result().remarks == ()
+
+
 @pytest.mark.parametrize("name", [name for name, template in TEMPLATES.items() if not template.script])
 def test_the_written_task_makes_a_step(name: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in TEMPLATES[name].needs:

@@ -11,16 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_plus.bring.trainer_parcel import (
-    HELD_OUT,
-    TRAIN,
-    check_same,
-    module_of,
-    new_parcel,
-    read_parcel_model,
-    read_trainer,
-    write_parcel,
-)
+from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, read_parcel_model
+from raytrain_plus.bring.trainer_parcel import read_trainer, write_parcel
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.task_loader import load_function
 
@@ -78,16 +70,16 @@ def test_each_run_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_a_run_is_resumed_with_its_own_arguments(tmp_path: Path) -> None:
     write_parcel(tmp_path, parts(), None, [1], None)
-    check_same(tmp_path, Arguments(seed=1))
+    check_same(tmp_path, {"seed": 1}, "TrainingArguments", "train()")
     with pytest.raises(InputError, match="the run was begun with seed=1, and this is 2"):
-        check_same(tmp_path, Arguments(seed=2))
-    with pytest.raises(InputError, match="the trainer of this run cannot be read"):
-        check_same(tmp_path / "none", Arguments(seed=1))
+        check_same(tmp_path, {"seed": 2}, "TrainingArguments", "train()")
+    with pytest.raises(InputError, match="the script's part of this run cannot be read"):
+        check_same(tmp_path / "none", {"seed": 1}, "TrainingArguments", "train()")
 
 
 def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
     lock = (one for one in ())
-    for given, what in (({"trainer": parts(lock=lock)}, "the trainer"), ({"train": lock}, "train_dataset")):
+    for given, what in (({"trainer": parts(lock=lock)}, "the trainer"), ({"train": lock}, "the training dataset")):
         trainer, train = given.get("trainer", parts()), given.get("train", [1])
         with pytest.raises(InputError, match=f"{what}.* cannot be pickled"):
             write_parcel(tmp_path, trainer, None, train, None)
