@@ -74,7 +74,7 @@ def test_a_loop_learns_what_it_learned(tmp_path: Path, title: str) -> None:
     assert found["status"] == "finished"
     # Ten epochs of 1,797 rows.
     assert found["steps"] == -(-10 * 1797 // 48)
-    assert found["train_loss"] < 0.3
+    assert found["metrics"]["train_loss"] < 0.3
 
 
 def test_the_loop_of_torchrun_learned_as_much(tmp_path: Path) -> None:
