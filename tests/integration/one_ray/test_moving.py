@@ -60,7 +60,7 @@ def test_a_model_of_nanogpt_trains_unchanged_and_writes(tmp_path: Path) -> None:
     assert len(re.findall(r"\d+", written)) >= 101
 
 
-@pytest.mark.parametrize("title", ["torchrun", "Ray Train"])
+@pytest.mark.parametrize("title", ["torchrun", pytest.param("Ray Train", marks=pytest.mark.slow)])
 def test_a_loop_learns_what_it_learned(tmp_path: Path, title: str) -> None:
     page = moved(title)
     name = re.match(r'"""(\w+)\.py"""', page.after)[1]  # type: ignore[index]
@@ -77,6 +77,7 @@ def test_a_loop_learns_what_it_learned(tmp_path: Path, title: str) -> None:
     assert found["metrics"]["train_loss"] < 0.3
 
 
+@pytest.mark.slow
 def test_the_loop_of_torchrun_learned_as_much(tmp_path: Path) -> None:
     """On two processes of torch, as the page says that it was run."""
     page = moved("torchrun")

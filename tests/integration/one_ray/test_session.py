@@ -71,7 +71,7 @@ def test_a_loop_is_verified_with_deaths_and_a_sharded_optimizer(tmp_path: Path) 
     assert found.agree, found.lines()
 
 
-def test_what_a_loop_remembers_is_the_same_everywhere_and_it_can_stop(tmp_path: Path) -> None:
+def test_what_a_loop_remembers_is_the_same_everywhere(tmp_path: Path) -> None:
     task = "loops:remembering"
     expected = ended(Run(looped(tmp_path, "one", task, workers=Workers(min=1))))
     run = Run(looped(tmp_path, "killed", task, workers=Workers(min=2, max=3), args={"pad_s": 0.02}))
@@ -80,6 +80,12 @@ def test_what_a_loop_remembers_is_the_same_everywhere_and_it_can_stop(tmp_path: 
     run.kill(run.members()[1])
     run.until_told("recovered")
     assert ended(run) == expected
+
+
+@pytest.mark.slow
+def test_a_loop_that_stops_itself_continues_with_what_it_remembers(tmp_path: Path) -> None:
+    task = "loops:remembering"
+    expected = ended(Run(looped(tmp_path, "one", task, workers=Workers(min=1))))
     (tmp_path / "stop").touch()
     stopped = Run(looped(tmp_path, "stopped", task, workers=Workers(min=2), args={"pad_s": 0.02}))
     result = stopped.finish()
