@@ -86,17 +86,18 @@ class Model(Task):
     def model(self) -> nn.Module:
         """See `Task`. Under the meta device a folder's model has no values, and none are read."""
         model = self._whole()
-        return model if self._lora is None else with_adapter(model, self._lora, "args.lora")
+        return model if self._lora is None else with_adapter(model, self._lora, self._new, "args.lora")
 
     def _whole(self) -> nn.Module:
         if self.folder is None:
             return self._built()
         config = config_of(self.folder, self._config, "args.folder")
         cls = class_of(config, self._head, "args.folder")
+        # A model that is frozen keeps the dtype that its folder names.
+        dtype = torch.float32 if self._lora is None else config.dtype or torch.float32
         if torch.get_default_device().type == "meta":
             empty: nn.Module = cls(config)
-            return empty
-        dtype: torch.dtype | Literal["auto"] = torch.float32 if self._lora is None else "auto"
+            return empty if self._lora is None else empty.to(dtype)
         model, self._new = read_model(self.folder, config, cls, "args.folder", dtype)
         trained: nn.Module = model.train()
         return trained

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -118,11 +118,11 @@ def read_model(
     config: PretrainedConfig,
     cls: type[PreTrainedModel],
     where: str,
-    dtype: torch.dtype | Literal["auto"] = torch.float32,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Return the model with the weights in a folder, and the names of those that the folder lacks.
 
-    `dtype`: "auto" is the one that the folder names. Weights that it lacks have their initial values. Raises
+    Weights that it lacks have their initial values. Raises
     `TaskError` if weights have other shapes, or if the folder has hardly any of those of the model.
     """
     try:

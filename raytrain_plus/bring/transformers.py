@@ -32,7 +32,7 @@ from transformers.utils import is_datasets_available
 from raytrain_plus.bring.arguments import best_metric, best_mode, improve, in_steps, settings_of_arguments
 from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.item_kinds import kinds_of
-from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel
+from raytrain_plus.bring.parcel import HELD_OUT, TRAIN, check_same, module_of, new_parcel, read_parcel_model
 from raytrain_plus.bring.script import with_overrides
 from raytrain_plus.bring.settings_merged import merged
 from raytrain_plus.bring.trainer_parcel import write_parcel
@@ -148,7 +148,7 @@ class TrainsAsRun:
         if result.status == "failed":
             raise RunError(result.error or "the run failed")
         found = _output(trainer, result)
-        _take_back(trainer, result)
+        _take_back(trainer, result, parcel)
         return found
 
     def _job(self, trainer: Any, resumes: bool = False) -> tuple[Job, Path]:
@@ -363,10 +363,16 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _take_back(trainer: Any, result: Result) -> None:
-    """Give the trainer's model the weights of the run."""
+def _take_back(trainer: Any, result: Result, parcel: Path) -> None:
+    """Give the trainer's model the weights of the run, whose workers have read this `parcel`."""
     if trainer.model_init is not None:
         trainer.model = trainer.model_wrapped = trainer.call_model_init()
+    elif frozen := [pair for pair in trainer.model.named_parameters() if not pair[1].requires_grad]:
+        # Of a run that is resumed they may be others than this process has drawn.
+        begun = dict(read_parcel_model(parcel, torch.device("cpu")).named_parameters())
+        with torch.no_grad():
+            for name, value in frozen:
+                value.copy_(begun[name])
     known = result.status == "finished" or trainer.state.best_model_checkpoint is not None
     best = trainer.args.load_best_model_at_end and known
     load(result.path, trainer.model, best=best)

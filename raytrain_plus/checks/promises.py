@@ -22,11 +22,14 @@ def _of_losses(job: Job, table: SizeTable) -> str:
     parallel, back = job.parallel, f"the run goes back to {_newest_checkpoint(job)}"
     most = max(shape.size for shape in table.formed.values())
     replicas = max(shape.replicas for shape in table.formed.values())
+    every = "each step" if job.elastic.copy_every == 1 else f"every {job.elastic.copy_every} steps"
+    copies = f"the run goes back to copies in other workers' memory, of {every}; if these are lost too, {back}"
     if parallel.overlaps:
-        return (
-            f"after any loss of a worker, up to {parallel.commit_every} steps are computed again "
-            "(parallel.commit_every); other schedules than pipedream repeat fewer, or none"
-        )
+        again = f"up to {parallel.commit_every} steps are computed again (parallel.commit_every)"
+        fewer = "other schedules than pipedream repeat fewer, or none"
+        if replicas > 1:
+            return f"after the loss of a worker, {again} while another replica is whole; else {copies}; {fewer}"
+        return f"after the loss of a worker, {copies}; {fewer}"
     if most == 1:
         shards = " and data.shards: 2" if job.data.shards == 1 else ""
         more = f"with workers.max: {2 * parallel.width}{shards}"
@@ -35,8 +38,6 @@ def _of_losses(job: Job, table: SizeTable) -> str:
         return _of_holders(parallel, back)
     if not parallel.in_parts:
         return f"the loss of a worker costs no step while another one lives; if all are lost at once, {back}"
-    every = "each step" if job.elastic.copy_every == 1 else f"every {job.elastic.copy_every} steps"
-    copies = f"the run goes back to copies in other workers' memory, of {every}; if these are lost too, {back}"
     if replicas > 1:
         return f"the loss of a worker costs no step while another replica is whole; else {copies}"
     more = f"with workers.max: {2 * parallel.width} there are two replicas, and it costs no step"
@@ -51,7 +52,7 @@ def _of_holders(parallel: Parallel, back: str) -> str:
     if holders > 2:
         lost, of = f"losses of {holders - 1} workers cost", f"all {holders} holders"
     copied = "; the stages of a single replica are copied to other workers" if parallel.in_parts else ""
-    return f"{lost} no step; if {of} of a row are lost at once, {back}{copied}"
+    return f"{lost} no step while another one lives; if {of} of a row are lost at once, {back}{copied}"
 
 
 def _newest_checkpoint(job: Job) -> str:

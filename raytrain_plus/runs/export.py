@@ -298,7 +298,7 @@ def export_weights(
     if held.rebuilt:
         _, module = _trained(run, *_job_and_code(run, roots), held, manifest.step + 1)
         named = dict(module.named_parameters(remove_duplicate=False))
-        weights |= {name: named[name].detach() for name in held.rebuilt}
+        weights |= {name: named[name].detach().contiguous() for name in held.rebuilt}
     if dtype == "bf16":
         buffers = {name.partition("/")[2] for name in manifest.tensors if name.startswith("buffer/")}
         weights = rounded(weights, weights.keys() - buffers)

@@ -41,7 +41,7 @@ def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
 
     An adapter is merged into its model, which is changed. `beside`: folders whose tokenizer or processor it gets; the
     first that has a file counts. Raises `InputError` if `to` exists, or cannot be written, or the model is none of
-    Transformers'.
+    Transformers', or its adapter cannot be merged.
     """
     save: Callable[..., Any] | None = getattr(model, "save_pretrained", None)
     if save is None or not hasattr(model, "config"):
@@ -50,9 +50,30 @@ def write_folder(model: Any, to: Path, beside: Iterable[Path]) -> None:
             where="--format transformers",
             remedy="--format safetensors",
         )
-    if hasattr(model, "merge_and_unload"):
+    if hasattr(model, "peft_config"):
+        if not hasattr(model, "merge_and_unload"):
+            raise InputError(
+                f"the adapter of the model, a {type(model).__name__}, cannot be merged into it",
+                where="--format transformers",
+                remedy="--format adapter",
+            )
+        _untie(model.get_base_model())
         save = model.merge_and_unload().save_pretrained
     _write(save, to, beside)
+
+
+def _untie(model: Any) -> None:
+    """Give the head of a model weights of its own if it shares those of the embeddings, and one of them has an adapter.
+
+    Else merging the adapter of one would change the other, too.
+    """
+    ends = [getattr(model, name)() for name in ("get_input_embeddings", "get_output_embeddings")]
+    if any(end is None for end in ends):
+        return
+    first, last = (getattr(end, "base_layer", end) for end in ends)
+    if first.weight is last.weight and any(hasattr(end, "base_layer") for end in ends):
+        last.weight = type(last.weight)(last.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
 
 
 def write_adapter(model: Any, to: Path, beside: Iterable[Path]) -> None:
@@ -80,10 +101,12 @@ def _write(save: Callable[..., Any], to: Path, beside: Iterable[Path]) -> None:
                 save(written)
             for folder in beside:
                 _copy_others(folder, written)
-            mode = next(written.glob(f"*{CONFIG}")).stat().st_mode
-            for file in written.iterdir():
+            # An adapter that has a name is in a folder of that name.
+            mode = next(written.rglob(f"*{CONFIG}")).stat().st_mode
+            for file in written.rglob("*"):
                 # That of tensors only its owner may read.
-                file.chmod(mode)
+                if file.is_file():
+                    file.chmod(mode)
             os.rename(written, to)
     except (OSError, ValueError) as error:
         # Transformers refuses to write an invalid configuration.

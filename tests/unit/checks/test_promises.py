@@ -51,12 +51,12 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=1, max=4),
             Parallel(sharded="optimizer"),
-            f"the loss of a worker costs no step; if both holders of a row are lost at once, {BACK}",
+            f"the loss of a worker costs no step while another one lives; if both holders of a row are lost at once, {BACK}",
         ),
         (
             Workers(min=3, max=4),
             Parallel(sharded="full", holders=3),
-            f"losses of 2 workers cost no step; if all 3 holders of a row are lost at once, {BACK}",
+            f"losses of 2 workers cost no step while another one lives; if all 3 holders of a row are lost at once, {BACK}",
         ),
         (
             Workers(min=2, max=4),
@@ -66,7 +66,7 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=2, max=4),
             Parallel(pipeline=2, sharded="optimizer"),
-            f"the loss of a worker costs no step; if both holders of a row are lost at once, {BACK}; the stages of a "
+            f"the loss of a worker costs no step while another one lives; if both holders of a row are lost at once, {BACK}; the stages of a "
             "single replica are copied to other workers",
         ),
         (
@@ -82,8 +82,8 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=2, max=4),
             Parallel(pipeline=2, schedule="pipedream", commit_every=8),
-            "after any loss of a worker, up to 8 steps are computed again (parallel.commit_every); other schedules "
-            "than pipedream repeat fewer, or none",
+            "after the loss of a worker, up to 8 steps are computed again (parallel.commit_every) while another replica "
+            f"is whole; else {COPIES}; other schedules than pipedream repeat fewer, or none",
         ),
     ],
 )
