@@ -13,6 +13,22 @@ from raytrain_plus.errors import DataError, first_line
 from raytrain_plus.job.setting_types import Format, Numbers
 
 SUFFIXES = (".bin", ".npy")
+OTHERS = (
+    ".arrow",
+    ".bz2",
+    ".csv",
+    ".feather",
+    ".gz",
+    ".jsonl",
+    ".npz",
+    ".parquet",
+    ".pt",
+    ".tar",
+    ".txt",
+    ".zip",
+    ".zst",
+)
+"""How the names of other files end: read as numbers, they would be noise."""
 PIECES, PIECE_BYTES = 256, 1 << 16
 """Pieces of a file that its digest is over, which begin at equal distances: all of a file of up to 16 MiB."""
 
@@ -37,6 +53,13 @@ def _flat(file: Path, numbers: Numbers | None) -> npt.NDArray[Any]:
             expected=f"data.format: one of {', '.join(get_args(Numbers))}",
             remedy="set data.format: uint16 if the `prepare.py` of nanoGPT wrote it",
         )
+    if file.suffix.lower() in OTHERS:
+        raise DataError(
+            f"its name says that it holds more than numbers, and data.format is {numbers}",
+            where=str(file),
+            expected="a file of numbers alone, such as train.bin, or an array, train.npy",
+            remedy="uncompress or convert it; documents become tokens without data.format",
+        )
     kind, size = np.dtype(numbers).newbyteorder("<"), file.stat().st_size
     if size % kind.itemsize:
         raise DataError(
@@ -51,7 +74,7 @@ def _flat(file: Path, numbers: Numbers | None) -> npt.NDArray[Any]:
 def _npy(file: Path, numbers: Numbers | None) -> npt.NDArray[Any]:
     try:
         found = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"is no array that NumPy can map: {first_line(error)}", where=str(file)) from error
     if found.dtype.name not in get_args(Numbers):
         raise DataError(

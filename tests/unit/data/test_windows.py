@@ -291,3 +291,16 @@ def test_without_windows_a_stream_has_no_rows(file: Path) -> None:
     for path in (file, file.parent):
         with pytest.raises(DataError, match=r"(?s)holds no rows: .* set data\.windows"):
             training_data(job_of(path, windows=None, format=None), [])
+
+
+@pytest.mark.parametrize("name", ["v.parquet", "t.bin.gz", "n.npz"])
+def test_files_of_other_kinds_are_not_read_as_numbers(tmp_path: Path, name: str) -> None:
+    STREAM.tofile(tmp_path / name)
+    with pytest.raises(DataError, match=r"its name says that it holds more than numbers, and data\.format is uint16"):
+        windows_of(str(tmp_path / name), "uint16", LENGTH, 1, scattered=True)
+
+
+def test_an_array_of_no_bytes_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "a.npy").touch()
+    with pytest.raises(DataError, match="is no array that NumPy can map"):
+        windows_of(str(tmp_path / "a.npy"), None, LENGTH, 1, scattered=True)
