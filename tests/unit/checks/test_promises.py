@@ -11,6 +11,7 @@ from raytrain_plus.checks.promises import promises_of
 from raytrain_plus.parallel.sizing import size_table
 
 BACK = "the run goes back to its newest checkpoint (one every 600 s)"
+LIVES = " while another one lives"
 COPIES = f"the run goes back to copies in other workers' memory, of each step; if these are lost too, {BACK}"
 ROUNDED = "equal results on any number of workers, to"
 
@@ -34,7 +35,7 @@ def promised(
 
 def test_the_plainest_job() -> None:
     assert promised() == (
-        f"the loss of a worker costs no step while another one lives; if all are lost at once, {BACK}",
+        f"the loss of a worker costs no step{LIVES}; if all are lost at once, {BACK}",
         "every row is used once in an epoch, whatever is lost: raytrain audit checks it",
         f"{ROUNDED} rounding; with reduction: exact equal bits",
     )
@@ -51,12 +52,12 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=1, max=4),
             Parallel(sharded="optimizer"),
-            f"the loss of a worker costs no step while another one lives; if both holders of a row are lost at once, {BACK}",
+            f"the loss of a worker costs no step{LIVES}; if both holders of a row are lost at once, {BACK}",
         ),
         (
             Workers(min=3, max=4),
             Parallel(sharded="full", holders=3),
-            f"losses of 2 workers cost no step while another one lives; if all 3 holders of a row are lost at once, {BACK}",
+            f"losses of 2 workers cost no step{LIVES}; if all 3 holders of a row are lost at once, {BACK}",
         ),
         (
             Workers(min=2, max=4),
@@ -66,7 +67,7 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=2, max=4),
             Parallel(pipeline=2, sharded="optimizer"),
-            f"the loss of a worker costs no step while another one lives; if both holders of a row are lost at once, {BACK}; the stages of a "
+            f"the loss of a worker costs no step{LIVES}; if both holders of a row are lost at once, {BACK}; the stages of a "
             "single replica are copied to other workers",
         ),
         (
@@ -82,8 +83,8 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=2, max=4),
             Parallel(pipeline=2, schedule="pipedream", commit_every=8),
-            "after the loss of a worker, up to 8 steps are computed again (parallel.commit_every) while another replica "
-            f"is whole; else {COPIES}; other schedules than pipedream repeat fewer, or none",
+            "after the loss of a worker, up to 8 steps are computed again (parallel.commit_every) while another "
+            f"replica is whole; else {COPIES}; other schedules than pipedream repeat fewer, or none",
         ),
     ],
 )
