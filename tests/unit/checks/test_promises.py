@@ -67,8 +67,8 @@ def test_the_plainest_job() -> None:
         (
             Workers(min=2, max=4),
             Parallel(pipeline=2, sharded="optimizer"),
-            f"the loss of a worker costs no step{LIVES}; if both holders of a row are lost at once, {BACK}; the stages of a "
-            "single replica are copied to other workers",
+            f"the loss of a worker costs no step{LIVES}; if both holders of a row are lost at once, {BACK}; the stages "
+            "of a single replica are copied to other workers",
         ),
         (
             Workers(min=1, max=4),
