@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +86,13 @@ def test_frozen_weights_stay_in_their_file(tmp_path: Path) -> None:
     assert whole.keys() == model.state_dict().keys()
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
 
-    stopped = Run(replace(staged, name="stopped", args={**staged.args, "pad_s": 0.05}))
+
+@pytest.mark.slow
+def test_a_run_is_not_continued_with_other_frozen_weights(tmp_path: Path) -> None:
+    write_data(tmp_path / "data", rows=517)
+    write_values(tmp_path)
+    pair: dict[str, Any] = {"task": "tasks:Rebuilt", "workers": Workers(min=2), "parallel": Parallel(pipeline=2)}
+    stopped = Run(exact(tmp_path, "stopped", args={"pad_s": 0.05}, **pair))
     stopped.until_step(5)
     attach(stopped.folder).stop()
     assert stopped.finish().status == "stopped"
