@@ -86,8 +86,18 @@ class Session:
         self._inside.take_loss(loss, weight, metrics)
 
     def stop(self) -> None:
-        """Ask the run to stop after this step, or one soon after, as `raytrain stop` does; its last state is saved."""
-        self._inside.standing("stop").stops = True
+        """Ask the run to stop after this step, or one soon after, as `raytrain stop` does; its last state is saved.
+
+        Held-out batches stop no run.
+        """
+        standing = self._inside.standing("stop")
+        if standing.held_out:
+            raise TaskError(
+                "session.stop is called for a held-out batch",
+                where=users_line(),
+                remedy="call it only `if model.training`; early_stop in the job stops a run by its held-out metrics",
+            )
+        standing.stops = True
 
     @property
     def state(self) -> dict[str, Any]:

@@ -55,10 +55,14 @@ class SessionTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what the function has declared; without it the loss and the metrics of its loop."""
         metrics = self._declared("evaluate")
-        if metrics is not None:
-            found: Mapping[str, Any] = metrics(model, batch)
-            return found
-        given = self._at_loop(model).loss_of(batch)
+        self._standing.held_out = True
+        try:
+            if metrics is not None:
+                found: Mapping[str, Any] = metrics(model, batch)
+                return found
+            given = self._at_loop(model).loss_of(batch)
+        finally:
+            self._standing.held_out = False
         means = {"loss": given["loss"], **given.get("metrics", {})}
         return {"metrics": means, "weight": given["weight"]} if "weight" in given else means
 

@@ -33,6 +33,7 @@ from raytrain_plus.session.plain_values import plain_values
 from raytrain_plus.state.transfer import take_snapshot
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import build_state, task_of, whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 
@@ -258,6 +259,44 @@ def test_held_out_batches_pass_through_the_loop_unless_the_function_says_what_is
         given = steps_of(weighted)
         found = given.state.task.evaluate(given.state.module, batch)
     assert (set(found), found["weight"]) == ({"metrics", "weight"}, 2.0)
+
+
+def annealed(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    session.after_step(lambda state, _: {"count": state.get("count", 0) + 1})
+    for batch in session.batches():
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        session.step(loss, metrics={"steps": session.steps, "count": session.state.get("count", 0)})
+
+
+def test_held_out_metrics_see_the_step_after_the_state_on_all_workers() -> None:
+    stayed, joined = steps_of(annealed), steps_of(annealed)
+    for step in range(3):
+        stayed.run(step, shards(step), context())
+    joined.state.adopt(take_snapshot(2, stayed.state.holding()))
+
+    def found(steps: SynchronousSteps) -> dict[str, float]:
+        held_out, hosted = shards(9), range(SHARDS)
+        return evaluate(steps.state, steps.passes, held_out.__getitem__, hosted, context(), shards=SHARDS, step=2)
+
+    assert found(joined) == found(stayed)
+    assert (found(joined)["steps"], found(joined)["count"]) == (3, 3)
+
+
+def stops_on_sight(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    for batch in session.batches():
+        session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+        session.stop()
+
+
+def test_a_held_out_batch_cannot_stop_a_run() -> None:
+    task, batch = build_task(load_task(stops_on_sight, ()), {}, FACTS), shards(0)[0][0].batch
+    model = task.model()
+    task.loss(model, batch)
+    with torch.no_grad(), pytest.raises(TaskError, match=r"session.stop is called for a held-out batch"):
+        task.evaluate(model, batch)
+    task.loss(model, batch)
 
 
 def measured(session: Session) -> None:
