@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.session.draws import draw_from
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.users_line import first_line_of, users_line
 from raytrain_plus.torch_compat import write_count
@@ -37,6 +38,7 @@ class Inside(Iterator[Any]):
         "_before",
         "_code",
         "_given",
+        "_key",
         "_locals",
         "_standing",
         "batch",
@@ -50,8 +52,11 @@ class Inside(Iterator[Any]):
         "used",
     )
 
-    def __init__(self, code: CodeType, standing: Standing, given: nn.Module | None) -> None:
-        """Prepare the execution of a function of this code. `given`: the model that the run trains, if it exists."""
+    def __init__(self, code: CodeType, standing: Standing, given: nn.Module | None, key: int) -> None:
+        """Prepare the execution of a function of this code.
+
+        `given`: the model that the run trains, if it exists. `key`: what the function draws from once it has the model.
+        """
         self.module: nn.Module | None = None
         """The model of the function."""
         self.declared: dict[str, Callable[..., Any]] = {}
@@ -69,7 +74,7 @@ class Inside(Iterator[Any]):
         """That of the run, where it has resumed the function while this was `fresh`."""
         self.gradients = True
         """Whether the run records gradients, where it has resumed the function."""
-        self._code, self._standing, self._given = code, standing, given
+        self._code, self._standing, self._given, self._key = code, standing, given, key
         self._before: list[tuple[int, bool]] = []
         """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
         self._locals: Mapping[str, Any] = {}
@@ -101,6 +106,7 @@ class Inside(Iterator[Any]):
         else:
             self.module = self._given
             self._before = _written(self.module)
+        draw_from(self._key)
         return self.module
 
     def declare(self, what: str, function: Callable[..., Any]) -> None:

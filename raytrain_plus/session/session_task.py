@@ -12,6 +12,7 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError, listed
 from raytrain_plus.session.course import Course
+from raytrain_plus.session.draws import after_model, drawing_from
 from raytrain_plus.session.plain_values import copied, plain_values
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.unreached import unreached_line
@@ -28,6 +29,8 @@ class SessionTask(Task):
         self._arguments, self._standing = arguments, Standing()
         self._course: Course | None = None
         """The last execution of the function. There is another for each model, and after an error."""
+        self._key: int | None = None
+        """From which each execution draws up to its loop: that under which the run has the model built."""
 
     def model(self) -> nn.Module:
         """See `Task`: the model of the function, which is executed up to its loop."""
@@ -122,7 +125,11 @@ class SessionTask(Task):
         self._learn_facts()
         # The function that waits is left first: it may hold a model of the same size.
         self._course = None
-        self._course = Course(self.function, self._arguments, self._standing, model)
+        if self._key is None:
+            self._key = torch.initial_seed()
+        # It may begin within a step, whose own numbers it leaves alone.
+        with drawing_from(self._key):
+            self._course = Course(self.function, self._arguments, self._standing, model, after_model(self._key))
         return self._course
 
 

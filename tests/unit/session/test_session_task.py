@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tqdm
@@ -188,6 +190,45 @@ def test_after_an_error_the_function_begins_again() -> None:
     assert BEGUN == ["begun", "left", "begun"]
     expected = steps_of(Same)
     assert again.loss == [expected.run(step, shards(step), context()) for step in range(2)][-1].loss
+
+
+def draws(session: Session) -> None:
+    before = random.random() + float(np.random.rand()) + torch.rand(1)
+    model = session.model(build)
+    after = random.random() + float(np.random.rand()) + torch.randn(6, 6)
+    for batch in session.batches():
+        noise = torch.randn(ROWS, 6) + random.random() + float(np.random.rand())
+        session.step(F.cross_entropy(model(batch["x"] @ after + before + noise), batch["y"]))
+
+
+def test_a_function_that_begins_again_draws_what_it_has_drawn() -> None:
+    steps = steps_of(draws)
+    wrong = {0: [Microbatch({"x": torch.zeros(ROWS, 5), "y": torch.zeros(ROWS, dtype=torch.int64)}, ROWS)]}
+    found = []
+    for step in range(STEPS):
+        if step in (1, 3):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                steps.run(step, wrong, context())
+        found.append(steps.run(step, shards(step), context()).loss)
+    assert found == trained(draws)[0]
+
+
+def test_what_a_function_draws_before_its_loop_depends_on_the_seed_of_the_job() -> None:
+    def loss(seed: int) -> torch.Tensor:
+        task = build_task(load_task(draws, ()), {}, FACTS)
+        torch.manual_seed(seed)
+        model = task.model()
+        with torch.no_grad():
+            for value in model.parameters():
+                value.copy_(torch.linspace(-1, 1, value.numel()).view_as(value))
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        found: torch.Tensor = task.loss(model.eval(), shards(0)[0][0].batch)["loss"]
+        return found
+
+    assert loss(1) == loss(1)
+    assert loss(1) != loss(2)
 
 
 def test_another_thread_executes_the_function_from_its_top() -> None:
