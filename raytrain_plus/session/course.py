@@ -60,6 +60,7 @@ class Course:
         """Return what the function makes of a batch, as `Task.loss` does."""
         inside = self.inside
         inside.batch, inside.loss = batch, None
+        inside.note_modes()
         watched = self._watched() if inside.fresh and torch.is_grad_enabled() else []
         try:
             self._resume()

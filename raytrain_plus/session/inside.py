@@ -40,6 +40,7 @@ class Inside(Iterator[Any]):
         "_given",
         "_key",
         "_locals",
+        "_modes",
         "_standing",
         "batch",
         "carried",
@@ -78,6 +79,8 @@ class Inside(Iterator[Any]):
         self._before: list[tuple[int, bool]] = []
         """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
         self._locals: Mapping[str, Any] = {}
+        self._modes: Sequence[tuple[nn.Module, bool]] = ()
+        """Whether the run has set each module to training for this batch; empty if it is not compared."""
 
     def take_model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """See `Session.model`."""
@@ -147,11 +150,30 @@ class Inside(Iterator[Any]):
                 expected="one loss, the sum of all parts",
                 remedy="call session.step(first + second)",
             )
+        self._check_modes()
         self.loss = {"loss": loss}
         if weight is not None:
             self.loss["weight"] = weight
         if metrics is not None:
             self.loss["metrics"] = metrics
+
+    def note_modes(self) -> None:
+        """Have the modes of the modules compared with these while the function has its batch.
+
+        Only for its first batch, and for held-out ones, which a loop that sets modes would measure with dropout.
+        """
+        assert self.module is not None, "the function waits for a batch"
+        self._modes = modes_of(self.module) if self.fresh or self._standing.held_out else ()
+
+    def _check_modes(self) -> None:
+        """Raise `TaskError`, with the modes put back, if the function has changed one."""
+        if put_back(self._modes):
+            raise TaskError(
+                "the loop sets the mode of the model",
+                where=users_line(),
+                remedy="leave out model.train() and model.eval(): the run sets the mode, and held-out batches pass "
+                "through the loop unless session.evaluate has a function for them",
+            )
 
     def standing(self, what: str) -> Standing:
         """Return where the run stands. Raises `TaskError` before the loop."""
@@ -177,6 +199,8 @@ class Inside(Iterator[Any]):
                 where=users_line(),
                 remedy="call session.step(loss) for each batch; a batch without a part in the loss has weight=0",
             )
+        if self.used:
+            self._check_modes()
         if self.gradients != torch.is_grad_enabled() or (self.fresh and self.mode != thread_mode()):
             torch.set_grad_enabled(self.gradients)
             raise TaskError(
@@ -217,6 +241,19 @@ class Inside(Iterator[Any]):
 
 def _written(module: nn.Module) -> list[tuple[int, bool]]:
     return [(write_count(value), value.requires_grad) for value in module.parameters()]
+
+
+def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return each module with whether it is set to training."""
+    return [(one, one.training) for one in module.modules()]
+
+
+def put_back(modes: Sequence[tuple[nn.Module, bool]]) -> bool:
+    """Set the modules as `modes_of` has found them; return whether any was set otherwise."""
+    changed = [(one, training) for one, training in modes if one.training != training]
+    for one, training in changed:
+        one.training = training
+    return bool(changed)
 
 
 def thread_mode() -> tuple[bool, ...]:

@@ -191,6 +191,39 @@ def without_gradients(session: Session) -> None:
         session.step(loss_of(model, batch))
 
 
+def sets_training(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        model.train()
+        session.step(loss_of(model, batch))
+
+
+def sets_training_last(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        model.train()
+
+
+def sets_evaluation(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        model.eval()
+        session.step(loss_of(model, batch))
+
+
+def sets_training_and_measures(session: Session) -> None:
+    model = session.model(linear)
+    session.evaluate(lambda model, batch: {"held_out_loss": loss_of(model, batch)})
+    for batch in session.batches():
+        model.train()
+        session.step(loss_of(model, batch))
+
+
+def test_a_loop_that_no_held_out_batch_passes_through_may_set_training(tmp_path: Path) -> None:
+    assert set(tried(tmp_path, sets_training_and_measures).metrics) == {"held_out_loss"}
+
+
 def raises(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
@@ -226,6 +259,9 @@ def detached(session: Session) -> None:
         (looks_before, 2, "session.total_steps is not known before the loop", "in what session.optimizer"),
         (in_autocast, 3, "the loop stands in a context of torch", "set precision in the job"),
         (without_gradients, 2, "the loop stands in a context of torch", "in the body of the loop"),
+        (sets_training, 4, "the loop sets the mode of the model", "leave out model.train()"),
+        (sets_training_last, 2, "the loop sets the mode of the model", "leave out model.train()"),
+        (sets_evaluation, 4, "the loop sets the mode of the model", "leave out model.train()"),
         (raises, None, "raises raised KeyError: 'z'", "correct the name"),
         (detached, None, "depends on no trained parameter", ""),
     ],
