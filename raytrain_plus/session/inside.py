@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from greenlet import getcurrent
@@ -76,8 +77,8 @@ class Inside(Iterator[Any]):
         self.gradients = True
         """Whether the run records gradients, where it has resumed the function."""
         self._code, self._standing, self._given, self._key = code, standing, given, key
-        self._before: list[tuple[int, bool]] = []
-        """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
+        self._before: Mapping[str, _Seen] = {}
+        """The values of the model, as the function got it."""
         self._locals: Mapping[str, Any] = {}
         self._modes: Sequence[tuple[nn.Module, bool]] = ()
         """Whether the run has set each module to training for this batch; empty if it is not compared."""
@@ -108,7 +109,9 @@ class Inside(Iterator[Any]):
             self.module = built
         else:
             self.module = self._given
-            self._before = _written(self.module)
+            # The run sets them; a model is built with those that the function leaves it in the first time.
+            self._modes = modes_of(self.module)
+        self._before = _seen(self.module)
         draw_from(self._key)
         return self.module
 
@@ -220,17 +223,31 @@ class Inside(Iterator[Any]):
     def _check_outset(self) -> None:
         """Check what the function has done before its loop, and with its first batch."""
         assert self.module is not None, "it was checked"
-        if self._before and self._before != _written(self.module):
-            raise TaskError(
-                f"{self._code.co_name} changes the model after session.model",
-                where=first_line_of(self._code),
-                remedy="do so in the function that is given to session.model: a run may begin with other weights",
-            )
+        if not self.used:
+            put_back(self._modes)
+            self._check_unchanged(self.module)
         held = {name: _gist(value) for name, value in self._held_locals().items()}
         if self.used:
             self.fresh = False
             self.carried = sorted(name for name, gist in self._locals.items() if held.get(name) != gist)
         self._locals = held
+
+    def _check_unchanged(self, module: nn.Module) -> None:
+        """Raise `TaskError` if the function has changed the model before its loop.
+
+        It would do so to trained weights when it begins again. Freezing weights once more changes none.
+        """
+        before, self._before = self._before, {}
+        now = _seen(module)
+        again = self._given is not None
+        changed = [name for name in {**before, **now} if not _same(before.get(name), now.get(name), again)]
+        if changed:
+            raise TaskError(
+                f"{self._code.co_name} changes '{changed[0]}' of the model after session.model",
+                where=first_line_of(self._code),
+                remedy="do so in the function that is given to session.model, which builds the model; what precedes "
+                "the loop is executed again with trained weights",
+            )
 
     def _held_locals(self) -> Mapping[str, Any]:
         frame = inspect.currentframe()
@@ -239,8 +256,28 @@ class Inside(Iterator[Any]):
         return {} if frame is None else frame.f_locals
 
 
-def _written(module: nn.Module) -> list[tuple[int, bool]]:
-    return [(write_count(value), value.requires_grad) for value in module.parameters()]
+class _Seen(NamedTuple):
+    """A parameter or buffer of a model."""
+
+    value: torch.Tensor
+    writes: int
+    trained: bool
+
+
+def _seen(module: nn.Module) -> dict[str, _Seen]:
+    values = itertools.chain(module.named_parameters(), module.named_buffers())
+    return {name: _Seen(value, write_count(value), value.requires_grad) for name, value in values}
+
+
+def _same(before: _Seen | None, now: _Seen | None, again: bool) -> bool:
+    """Return whether a value is the same and not written, and `again` trained as before.
+
+    Moved to another device, a buffer is another object.
+    """
+    if before is None or now is None or (again and before.trained != now.trained):
+        return False
+    moved = before.value.device != now.value.device
+    return moved or (before.value is now.value and before.writes == now.writes)
 
 
 def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:

@@ -224,6 +224,34 @@ def test_a_loop_that_no_held_out_batch_passes_through_may_set_training(tmp_path:
     assert set(tried(tmp_path, sets_training_and_measures).metrics) == {"held_out_loss"}
 
 
+def fills(session: Session) -> None:
+    model = session.model(linear)
+    nn.init.zeros_(model.weight)  # type: ignore[arg-type]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def resets(session: Session) -> None:
+    model = session.model(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)))
+    model[1].reset_running_stats()  # type: ignore[operator,index]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def adds(session: Session) -> None:
+    model = session.model(linear)
+    model.more = nn.Linear(3, 3)
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def replaces(session: Session) -> None:
+    model = session.model(linear)
+    model.weight = nn.Parameter(torch.zeros(3, WIDTH))
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
 def raises(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
@@ -262,6 +290,10 @@ def detached(session: Session) -> None:
         (sets_training, 4, "the loop sets the mode of the model", "leave out model.train()"),
         (sets_training_last, 2, "the loop sets the mode of the model", "leave out model.train()"),
         (sets_evaluation, 4, "the loop sets the mode of the model", "leave out model.train()"),
+        (fills, 0, "fills changes 'weight' of the model after session.model", "which builds the model"),
+        (resets, 0, "resets changes '1.running_mean' of the model", "which builds the model"),
+        (adds, 0, "adds changes 'more.weight' of the model after session.model", "which builds the model"),
+        (replaces, 0, "replaces changes 'weight' of the model after session.model", "which builds the model"),
         (raises, None, "raises raised KeyError: 'z'", "correct the name"),
         (detached, None, "depends on no trained parameter", ""),
     ],
