@@ -24,8 +24,12 @@ class SessionTask(Task):
 
     function: ClassVar[Callable[..., Any]]
 
-    def __init__(self, **arguments: Any) -> None:
-        """Take the job's `args`, which the function gets after the session."""
+    def __init__(self, /, **arguments: Any) -> None:
+        """Take the job's `args`, which the function gets after the session.
+
+        Raises `TypeError` if the function cannot be called with them.
+        """
+        inspect.signature(self.function).bind(None, **arguments)
         self._arguments, self._standing = arguments, Standing()
         self._course: Course | None = None
         """The last execution of the function. There is another for each model, and after an error."""
@@ -150,8 +154,21 @@ def session_task(function: FunctionType) -> type[SessionTask]:
         raise TaskError(
             f"{name} takes no session", where="task", expected=f"def {function.__name__}(session), or a class"
         )
+    if parameters[0].name == "self":
+        raise TaskError(
+            f"{name} is a method, and there is no object of its class",
+            where="task",
+            expected=f"a plain function, def {function.__name__}(session), or a staticmethod",
+        )
+    unnamed = [one.name for one in parameters[1:] if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if unnamed:
+        raise TaskError(
+            f"{name} takes '{unnamed[0]}' by its position alone, and the job gives its args by name",
+            where="task",
+            remedy="leave out the slash of the signature",
+        )
     # What a job gives as `args` is compared with the signature of its task.
-    rest = inspect.Signature([one for one in parameters[1:] if one.kind is not inspect.Parameter.POSITIONAL_ONLY])
+    rest = inspect.Signature(parameters[1:])
     values = {
         "function": staticmethod(function),
         "__signature__": rest,

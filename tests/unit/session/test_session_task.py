@@ -363,6 +363,20 @@ def test_arguments_of_a_job_are_those_of_the_function_after_the_session() -> Non
         build_task(cls, {"widht": 1})
 
 
+def wide(session: Session, self: int, *, depth: int = 1) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    for batch in session.batches():
+        session.step(F.cross_entropy(model(batch["x"]), batch["y"]) * self * depth)
+
+
+def test_an_argument_that_is_missing_is_named_before_the_function_begins() -> None:
+    cls = load_task(wide, ())
+    with pytest.raises(TaskError, match=r"raised TypeError: missing a required argument: 'self'[\s\S]*given: depth"):
+        build_task(cls, {"depth": 2})
+    task = build_task(cls, {"self": 2}, FACTS)
+    assert task.loss(task.model(), shards(0)[0][0].batch)["loss"].item() > 0
+
+
 def test_without_an_optimizer_it_is_that_of_any_task() -> None:
     task = build_task(load_task(plain, ()), {}, FACTS)
     assert type(task.optimizer(task.model().named_parameters())) is torch.optim.SGD
@@ -377,10 +391,19 @@ def generator(session: Session) -> Iterator[int]:
 def takes_nothing() -> None: ...
 
 
+class Trainer:
+    def main(self, session: Session) -> None: ...
+
+
+def by_position(session: Session, width: int, /) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (generator, r"test_session_task:generator is a generator or async\n  expected: a plain function: def main"),
+        (Trainer.main, r"Trainer.main is a method[\s\S]*def main\(session\), or a staticmethod"),
+        (by_position, r"by_position takes 'width' by its position alone"),
         (takes_nothing, r"test_session_task:takes_nothing takes no session\n  expected: def takes_nothing\(session\)"),
     ],
 )
