@@ -339,9 +339,20 @@ def in_blocks(session: Session) -> None:
         print()
 
 
+def in_a_function(session: Session) -> None:
+    model = session.model(linear)
+
+    def fit() -> None:
+        for batch in session.batches():
+            session.step(loss_of(model, batch))
+
+    fit()
+
+
 def test_what_is_behind_a_loop_is_found_in_blocks_around_it() -> None:
     assert unreached_line(in_blocks) == in_blocks.__code__.co_firstlineno + 5
     assert unreached_line(sound) is None
+    assert unreached_line(in_a_function) is None
     assert unreached_line(print) is None
     assert unreached_line(eval("lambda session: 1")) is None
 
