@@ -17,7 +17,7 @@ from raytrain_plus.errors import TaskError
 from raytrain_plus.session.draws import draw_from
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.users_line import first_line_of, users_line
-from raytrain_plus.torch_compat import write_count
+from raytrain_plus.torch_compat import function_modes, write_count
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _GROWING = (list, dict, set)
@@ -207,7 +207,7 @@ class Inside(Iterator[Any]):
         if self.gradients != torch.is_grad_enabled() or (self.fresh and self.mode != thread_mode()):
             torch.set_grad_enabled(self.gradients)
             raise TaskError(
-                "the loop stands in a context of torch, such as autocast or no_grad, which would hold in the run, too",
+                "the loop stands in a context of torch, such as autocast, no_grad or a device, and the run with it",
                 where=users_line(),
                 remedy="open it in the body of the loop; for autocast, set precision in the job",
             )
@@ -293,10 +293,10 @@ def put_back(modes: Sequence[tuple[nn.Module, bool]]) -> bool:
     return bool(changed)
 
 
-def thread_mode() -> tuple[bool, ...]:
+def thread_mode() -> tuple[int, ...]:
     """Return what torch keeps for each thread, beside gradients, and a context may change."""
     autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-    return torch.is_inference_mode_enabled(), *autocast
+    return torch.is_inference_mode_enabled(), function_modes(), *autocast
 
 
 def _gist(value: Any) -> Any:

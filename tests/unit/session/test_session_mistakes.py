@@ -184,6 +184,13 @@ def in_autocast(session: Session) -> None:
             session.step(loss_of(model, batch))
 
 
+def in_a_device(session: Session) -> None:
+    model = session.model(linear)
+    with torch.device("meta"):
+        for batch in session.batches():
+            session.step(loss_of(model, batch))
+
+
 def without_gradients(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
@@ -286,6 +293,7 @@ def detached(session: Session) -> None:
         (steps_before, 2, "session.step is called outside the loop", "for batch in session.batches()"),
         (looks_before, 2, "session.total_steps is not known before the loop", "in what session.optimizer"),
         (in_autocast, 3, "the loop stands in a context of torch", "set precision in the job"),
+        (in_a_device, 3, "the loop stands in a context of torch", "in the body of the loop"),
         (without_gradients, 2, "the loop stands in a context of torch", "in the body of the loop"),
         (sets_training, 4, "the loop sets the mode of the model", "leave out model.train()"),
         (sets_training_last, 2, "the loop sets the mode of the model", "leave out model.train()"),
@@ -304,6 +312,7 @@ def test_a_mistake_is_one_sentence_with_its_place(
     with pytest.raises(InputError) as caught:
         tried(tmp_path, function)
     assert torch.is_grad_enabled()
+    assert torch.empty(0).device == torch.device("cpu")
     error = caught.value
     assert what in error.what
     assert remedy in f"{error.expected} {error.remedy}"
