@@ -29,7 +29,11 @@ class SessionTask(Task):
 
         Raises `TypeError` if the function cannot be called with them.
         """
-        inspect.signature(self.function).bind(None, **arguments)
+        try:
+            inspect.signature(self.function).bind(None, **arguments)
+        except TypeError as error:
+            # Without the frames of the standard library.
+            raise TypeError(str(error)) from None
         self._arguments, self._standing = arguments, Standing()
         self._course: Course | None = None
         """The last execution of the function. There is another for each model, and after an error."""
