@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, Literal
@@ -17,6 +19,9 @@ from raytrain_plus.session.plain_values import copied, plain_values
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.unreached import unreached_line
 from raytrain_plus.task import Task
+
+_CALLS = {"optimizer": "optimizer", "scheduler": "scheduler", "evaluate": "evaluate", "remembered": "after_step"}
+"""By the methods of the task that call what a function has declared: the methods of the session that took it."""
 
 
 class SessionTask(Task):
@@ -181,3 +186,10 @@ def session_task(function: FunctionType) -> type[SessionTask]:
         "__doc__": function.__doc__,
     }
     return type(function.__name__, (SessionTask,), values)
+
+
+def declared_in(error: BaseException) -> str:
+    """Return the method of the session whose function has raised the error, or cannot be called; empty if none has."""
+    folder = os.path.dirname(__file__)
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(folder)]
+    return _CALLS.get(frames[-1].name, "") if frames and frames[-1].filename == __file__ else ""

@@ -259,6 +259,55 @@ def replaces(session: Session) -> None:
         session.step(loss_of(model, batch))
 
 
+def keeps_what_is_not_measured(session: Session) -> None:
+    model = session.model(linear)
+    session.after_step(lambda state, metrics: {"a": metrics["accuracy"]})
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def optimizes_nothing(session: Session) -> None:
+    model = session.model(linear)
+    session.optimizer(lambda: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type,misc]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def measures_a_name(session: Session) -> None:
+    model = session.model(linear)
+    session.evaluate(lambda model, batch: {"a": batch["z"]})
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def raises_held_out(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        session.step(loss_of(model, batch if model.training else {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "what", "expected"),
+    [
+        (
+            keeps_what_is_not_measured,
+            "measured: the function of session.after_step raised KeyError: 'accuracy'",
+            "",
+        ),
+        (optimizes_nothing, "optimizes_nothing: the function of session.optimizer raised TypeError: ", ""),
+        (measures_a_name, "measures_a_name: the function of session.evaluate raised KeyError: 'z'", "names: x, y"),
+        (raises_held_out, "raises_held_out raised KeyError: 'x'", "a task for batches of 'x'"),
+    ],
+)
+def test_what_a_declared_function_raises_is_no_fault_of_the_batch(
+    tmp_path: Path, function: Function, what: str, expected: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        tried(tmp_path, function)
+    assert what in caught.value.what
+    assert expected in caught.value.expected if expected else not caught.value.expected
+
+
 def raises(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
