@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,11 @@ from typing_extensions import override
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.session.draws import draw_from
+from raytrain_plus.session.gist import gist
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.users_line import first_line_of, users_line
 from raytrain_plus.torch_compat import function_modes, write_count
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_GROWING = (list, dict, set)
 _TAKEN = {
     "optimizer": "a function of (name, parameter) pairs that returns the optimizer",
     "scheduler": "a function of the optimizer that returns the scheduler",
@@ -226,7 +225,13 @@ class Inside(Iterator[Any]):
         if not self.used:
             put_back(self._modes)
             self._check_unchanged(self.module)
-        held = {name: _gist(value) for name, value in self._held_locals().items()}
+        apart = {id(value) for value in (*self.module.parameters(), *self.module.buffers())}
+        frame = self._frame()
+        held = (
+            {}
+            if frame is None
+            else {name: gist(value, apart, frame.f_globals["__name__"]) for name, value in frame.f_locals.items()}
+        )
         if self.used:
             self.fresh = False
             self.carried = sorted(name for name, gist in self._locals.items() if held.get(name) != gist)
@@ -249,11 +254,12 @@ class Inside(Iterator[Any]):
                 "the loop is executed again with trained weights",
             )
 
-    def _held_locals(self) -> Mapping[str, Any]:
+    def _frame(self) -> FrameType | None:
+        """Return the function's frame, which calls this."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
-        return {} if frame is None else frame.f_locals
+        return frame
 
 
 class _Seen(NamedTuple):
@@ -297,12 +303,3 @@ def thread_mode() -> tuple[int, ...]:
     """Return what torch keeps for each thread, beside gradients, and a context may change."""
     autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
     return torch.is_inference_mode_enabled(), function_modes(), *autocast
-
-
-def _gist(value: Any) -> Any:
-    """Return what shows that a local variable has another value; None for what is not compared."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, torch.Tensor):
-        return id(value), write_count(value)
-    return len(value) if isinstance(value, _GROWING) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.nn import functional as F
 
@@ -387,6 +389,49 @@ def test_what_a_batch_leaves_and_what_is_not_executed_is_remarked(tmp_path: Path
     assert kept.startswith("a batch changes losses, mask, total of counting: each worker has its own")
     line = counting.__code__.co_firstlineno + 10
     assert unreached.startswith(f"line {line}, behind the loop of counting, is not executed")
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+def carrying(session: Session) -> None:
+    model = session.model(linear)
+    ema, history, kept = {"ema": 0.0}, np.zeros(3), [[0]]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        ema["ema"] += 1
+        history[0] += 1
+        kept[0][0] += 1
+
+
+def teaching(session: Session) -> None:
+    model = session.model(linear)
+    teacher, mean = copy.deepcopy(model), Mean()
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        mean.value += 1
+        with torch.no_grad():
+            for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+
+def unchanging(session: Session) -> None:
+    model = session.model(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)))
+    wrapped, bar = nn.Sequential(model), tqdm.tqdm(disable=True)
+    held = {"model": model, "nan": float("nan"), "names": [["x"]], "mean": Mean(), "array": np.zeros(3)}
+    for batch in session.batches():
+        bar.n += len(held)
+        session.step(loss_of(wrapped, batch))
+
+
+def test_what_a_batch_changes_inside_objects_is_remarked(tmp_path: Path) -> None:
+    [carried] = tried(tmp_path, carrying).remarks
+    assert carried.startswith("a batch changes ema, history, kept of carrying: each worker has its own")
+    [taught] = tried(tmp_path, teaching).remarks
+    assert taught.startswith("a batch changes mean, teacher of teaching: each worker has its own")
+    assert tried(tmp_path, unchanging).remarks == ()
 
 
 def in_blocks(session: Session) -> None:
