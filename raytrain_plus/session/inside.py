@@ -189,6 +189,13 @@ class Inside(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
+        parent = getcurrent().parent
+        if parent is None:
+            raise TaskError(
+                f"{self._code.co_name} takes a batch on a thread of its own",
+                where=users_line(),
+                remedy="take batches on the thread that runs the function; the run itself reads them ahead",
+            )
         if self.module is None:
             raise TaskError(
                 f"{self._code.co_name} takes a batch before it has a model",
@@ -213,8 +220,6 @@ class Inside(Iterator[Any]):
         if self.fresh:
             self._check_outset()
         self.used += 1
-        parent = getcurrent().parent
-        assert parent is not None, "the function is a coroutine"
         parent.switch()
         batch, self.batch = self.batch, None
         return batch

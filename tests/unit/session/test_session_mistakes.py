@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,12 @@ def test_what_a_declared_function_raises_is_no_fault_of_the_batch(
     assert expected in caught.value.expected if expected else not caught.value.expected
 
 
+def takes_on_a_thread(session: Session) -> None:
+    session.model(linear)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: next(session.batches())).result()
+
+
 def raises(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
@@ -353,6 +360,7 @@ def detached(session: Session) -> None:
         (resets, 0, "resets changes '1.running_mean' of the model", "which builds the model"),
         (adds, 0, "adds changes 'more.weight' of the model after session.model", "which builds the model"),
         (replaces, 0, "replaces changes 'weight' of the model after session.model", "which builds the model"),
+        (takes_on_a_thread, 3, "takes_on_a_thread takes a batch on a thread of its own", "the thread that runs"),
         (raises, None, "raises raised KeyError: 'z'", "correct the name"),
         (detached, None, "depends on no trained parameter", ""),
     ],
