@@ -40,7 +40,8 @@ class Session:
     def model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that the run trains, which `build` returns freshly initialised on the CPU.
 
-        What is done to it before the loop, such as to freeze weights, is best done in `build`: see `Task.model`.
+        `build` does all that makes the model, such as to load or to freeze weights: see `Task.model`. What precedes the
+        loop is executed again after an error, so it must not change the model.
         """
         return self._inside.take_model(build)
 
