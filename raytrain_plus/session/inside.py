@@ -9,7 +9,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 from torch import nn
 from typing_extensions import override
 
@@ -39,6 +39,7 @@ class Inside(Iterator[Any]):
         "_code",
         "_given",
         "_key",
+        "_left",
         "_locals",
         "_modes",
         "_standing",
@@ -76,6 +77,8 @@ class Inside(Iterator[Any]):
         self.gradients = True
         """Whether the run records gradients, where it has resumed the function."""
         self._code, self._standing, self._given, self._key = code, standing, given, key
+        self._left = False
+        """Whether the function was left, so that only its `finally` blocks are to run."""
         self._before: Mapping[str, _Seen] = {}
         """The values of the model, as the function got it."""
         self._locals: Mapping[str, Any] = {}
@@ -196,6 +199,9 @@ class Inside(Iterator[Any]):
                 where=users_line(),
                 remedy="take batches on the thread that runs the function; the run itself reads them ahead",
             )
+        if self._left:
+            # It has caught its own end. Any error now, it would catch again, without end.
+            parent.switch()
         if self.module is None:
             raise TaskError(
                 f"{self._code.co_name} takes a batch before it has a model",
@@ -220,7 +226,11 @@ class Inside(Iterator[Any]):
         if self.fresh:
             self._check_outset()
         self.used += 1
-        parent.switch()
+        try:
+            parent.switch()
+        except GreenletExit:
+            self._left = True
+            raise
         batch, self.batch = self.batch, None
         return batch
 

@@ -254,6 +254,31 @@ def test_a_function_that_waits_is_freed_with_its_model() -> None:
     assert BEGUN == ["begun", "left"]
 
 
+def catches_all(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    batches = session.batches()
+    while True:
+        try:
+            batch = next(batches)
+            session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+        except BaseException:
+            BEGUN.append("caught")
+            if len(BEGUN) > 100:
+                raise
+
+
+def test_a_function_that_catches_its_end_is_left_nevertheless() -> None:
+    gc.collect()
+    BEGUN.clear()
+    steps = steps_of(catches_all)
+    steps.run(0, shards(0), context())
+    assert BEGUN == []
+    del steps
+    gc.collect()
+    gc.collect()
+    assert 0 < len(BEGUN) < 10
+
+
 SEEN: list[Any] = []
 
 
