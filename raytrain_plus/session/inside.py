@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from greenlet import GreenletExit, getcurrent
@@ -16,9 +15,10 @@ from typing_extensions import override
 from raytrain_plus.errors import TaskError
 from raytrain_plus.session.draws import draw_from
 from raytrain_plus.session.gist import gist
+from raytrain_plus.session.model_marks import ValueMark, marks_of, modes_of, put_back, same
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.users_line import first_line_of, users_line
-from raytrain_plus.torch_compat import function_modes, write_count
+from raytrain_plus.torch_compat import function_modes
 
 _TAKEN = {
     "optimizer": "a function of (name, parameter) pairs that returns the optimizer",
@@ -79,7 +79,7 @@ class Inside(Iterator[Any]):
         self._code, self._standing, self._given, self._key = code, standing, given, key
         self._left = False
         """Whether the function was left, so that only its `finally` blocks are to run."""
-        self._before: Mapping[str, _Seen] = {}
+        self._before: Mapping[str, ValueMark] = {}
         """The values of the model, as the function got it."""
         self._locals: Mapping[str, Any] = {}
         self._modes: Sequence[tuple[nn.Module, bool]] = ()
@@ -113,7 +113,7 @@ class Inside(Iterator[Any]):
             self.module = self._given
             # The run sets them; a model is built with those that the function leaves it in the first time.
             self._modes = modes_of(self.module)
-        self._before = _seen(self.module)
+        self._before = marks_of(self.module)
         draw_from(self._key)
         return self.module
 
@@ -258,9 +258,9 @@ class Inside(Iterator[Any]):
         It would do so to trained weights when it begins again. Freezing weights once more changes none.
         """
         before, self._before = self._before, {}
-        now = _seen(module)
+        now = marks_of(module)
         again = self._given is not None
-        changed = [name for name in {**before, **now} if not _same(before.get(name), now.get(name), again)]
+        changed = [name for name in {**before, **now} if not same(before.get(name), now.get(name), again)]
         if changed:
             raise TaskError(
                 f"{self._code.co_name} changes '{changed[0]}' of the model after session.model",
@@ -275,43 +275,6 @@ class Inside(Iterator[Any]):
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
         return frame
-
-
-class _Seen(NamedTuple):
-    """A parameter or buffer of a model."""
-
-    value: torch.Tensor
-    writes: int
-    trained: bool
-
-
-def _seen(module: nn.Module) -> dict[str, _Seen]:
-    values = itertools.chain(module.named_parameters(), module.named_buffers())
-    return {name: _Seen(value, write_count(value), value.requires_grad) for name, value in values}
-
-
-def _same(before: _Seen | None, now: _Seen | None, again: bool) -> bool:
-    """Return whether a value is the same and not written, and `again` trained as before.
-
-    Moved to another device, a buffer is another object.
-    """
-    if before is None or now is None or (again and before.trained != now.trained):
-        return False
-    moved = before.value.device != now.value.device
-    return moved or (before.value is now.value and before.writes == now.writes)
-
-
-def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Return each module with whether it is set to training."""
-    return [(one, one.training) for one in module.modules()]
-
-
-def put_back(modes: Sequence[tuple[nn.Module, bool]]) -> bool:
-    """Set the modules as `modes_of` has found them; return whether any was set otherwise."""
-    changed = [(one, training) for one, training in modes if one.training != training]
-    for one, training in changed:
-        one.training = training
-    return bool(changed)
 
 
 def thread_mode() -> tuple[int, ...]:
