@@ -54,6 +54,11 @@ def write_count(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def function_modes() -> int:
+    """Return how many modes see this thread's calls of torch, such as that of `with torch.device(...)`."""
+    return torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+
+
 def keep_write_counts(tensors: tuple[torch.Tensor, ...]) -> AbstractContextManager[None]:
     """Return a context in which in-place changes of these tensors are not counted."""
     return _unsafe_preserve_version_counter(tensors)

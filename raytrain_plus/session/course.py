@@ -34,15 +34,19 @@ class Course:
         function: Callable[..., Any],
         arguments: Mapping[str, Any],
         standing: Standing,
-        module: nn.Module | None = None,
+        module: nn.Module | None,
+        key: int,
     ) -> None:
-        """Run the function up to its loop. `module`: the model that the run trains; None to have it built.
+        """Run the function up to its loop.
+
+        `module`: the model that the run trains; None to have it built. `key`: what the function draws from once it has
+        the model.
 
         Raises `TaskError` for what a function may not do, and what the function raises.
         """
         self._function = function
         self._thread = threading.get_ident()
-        self.inside = inside = Inside(function.__code__, standing, module)
+        self.inside = inside = Inside(function.__code__, standing, module, key)
         self._greenlet = greenlet(lambda: function(Session(inside), **arguments))
         self._greenlet.gr_context = contextvars.copy_context()
         self._resume()
@@ -56,6 +60,7 @@ class Course:
         """Return what the function makes of a batch, as `Task.loss` does."""
         inside = self.inside
         inside.batch, inside.loss = batch, None
+        inside.note_modes()
         watched = self._watched() if inside.fresh and torch.is_grad_enabled() else []
         try:
             self._resume()

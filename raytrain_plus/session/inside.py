@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from greenlet import getcurrent
+from greenlet import GreenletExit, getcurrent
 from torch import nn
 from typing_extensions import override
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.session.draws import draw_from
+from raytrain_plus.session.gist import gist
+from raytrain_plus.session.model_marks import ValueMark, marks_of, modes_of, put_back, same
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.users_line import first_line_of, users_line
-from raytrain_plus.torch_compat import write_count
+from raytrain_plus.torch_compat import function_modes
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_GROWING = (list, dict, set)
 _TAKEN = {
     "optimizer": "a function of (name, parameter) pairs that returns the optimizer",
     "scheduler": "a function of the optimizer that returns the scheduler",
@@ -37,7 +38,10 @@ class Inside(Iterator[Any]):
         "_before",
         "_code",
         "_given",
+        "_key",
+        "_left",
         "_locals",
+        "_modes",
         "_standing",
         "batch",
         "carried",
@@ -50,8 +54,11 @@ class Inside(Iterator[Any]):
         "used",
     )
 
-    def __init__(self, code: CodeType, standing: Standing, given: nn.Module | None) -> None:
-        """Prepare the execution of a function of this code. `given`: the model that the run trains, if it exists."""
+    def __init__(self, code: CodeType, standing: Standing, given: nn.Module | None, key: int) -> None:
+        """Prepare the execution of a function of this code.
+
+        `given`: the model that the run trains, if it exists. `key`: what the function draws from once it has the model.
+        """
         self.module: nn.Module | None = None
         """The model of the function."""
         self.declared: dict[str, Callable[..., Any]] = {}
@@ -69,10 +76,14 @@ class Inside(Iterator[Any]):
         """That of the run, where it has resumed the function while this was `fresh`."""
         self.gradients = True
         """Whether the run records gradients, where it has resumed the function."""
-        self._code, self._standing, self._given = code, standing, given
-        self._before: list[tuple[int, bool]] = []
-        """Of the parameters of a model that was given: how often they were written, and whether they are trained."""
+        self._code, self._standing, self._given, self._key = code, standing, given, key
+        self._left = False
+        """Whether the function was left, so that only its `finally` blocks are to run."""
+        self._before: Mapping[str, ValueMark] = {}
+        """The values of the model, as the function got it."""
         self._locals: Mapping[str, Any] = {}
+        self._modes: Sequence[tuple[nn.Module, bool]] = ()
+        """Whether the run has set each module to training for this batch; empty if it is not compared."""
 
     def take_model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """See `Session.model`."""
@@ -100,7 +111,10 @@ class Inside(Iterator[Any]):
             self.module = built
         else:
             self.module = self._given
-            self._before = _written(self.module)
+            # The run sets them; a model is built with those that the function leaves it in the first time.
+            self._modes = modes_of(self.module)
+        self._before = marks_of(self.module)
+        draw_from(self._key)
         return self.module
 
     def declare(self, what: str, function: Callable[..., Any]) -> None:
@@ -141,11 +155,30 @@ class Inside(Iterator[Any]):
                 expected="one loss, the sum of all parts",
                 remedy="call session.step(first + second)",
             )
+        self._check_modes()
         self.loss = {"loss": loss}
         if weight is not None:
             self.loss["weight"] = weight
         if metrics is not None:
             self.loss["metrics"] = metrics
+
+    def note_modes(self) -> None:
+        """Have the modes of the modules compared with these while the function has its batch.
+
+        Only for its first batch, and for held-out ones, which a loop that sets modes would measure with dropout.
+        """
+        assert self.module is not None, "the function waits for a batch"
+        self._modes = modes_of(self.module) if self.fresh or self._standing.held_out else ()
+
+    def _check_modes(self) -> None:
+        """Raise `TaskError`, with the modes put back, if the function has changed one."""
+        if put_back(self._modes):
+            raise TaskError(
+                "the loop sets the mode of the model",
+                where=users_line(),
+                remedy="leave out model.train() and model.eval(): the run sets the mode, and held-out batches pass "
+                "through the loop unless session.evaluate has a function for them",
+            )
 
     def standing(self, what: str) -> Standing:
         """Return where the run stands. Raises `TaskError` before the loop."""
@@ -159,6 +192,16 @@ class Inside(Iterator[Any]):
 
     @override
     def __next__(self) -> Any:
+        parent = getcurrent().parent
+        if parent is None:
+            raise TaskError(
+                f"{self._code.co_name} takes a batch on a thread of its own",
+                where=users_line(),
+                remedy="take batches on the thread that runs the function; the run itself reads them ahead",
+            )
+        if self._left:
+            # It has caught its own end. Any error now, it would catch again, without end.
+            parent.switch()
         if self.module is None:
             raise TaskError(
                 f"{self._code.co_name} takes a batch before it has a model",
@@ -171,58 +214,70 @@ class Inside(Iterator[Any]):
                 where=users_line(),
                 remedy="call session.step(loss) for each batch; a batch without a part in the loss has weight=0",
             )
+        if self.used:
+            self._check_modes()
         if self.gradients != torch.is_grad_enabled() or (self.fresh and self.mode != thread_mode()):
             torch.set_grad_enabled(self.gradients)
             raise TaskError(
-                "the loop stands in a context of torch, such as autocast or no_grad, which would hold in the run, too",
+                "the loop stands in a context of torch, such as autocast, no_grad or a device, and the run with it",
                 where=users_line(),
                 remedy="open it in the body of the loop; for autocast, set precision in the job",
             )
         if self.fresh:
             self._check_outset()
         self.used += 1
-        parent = getcurrent().parent
-        assert parent is not None, "the function is a coroutine"
-        parent.switch()
+        try:
+            parent.switch()
+        except GreenletExit:
+            self._left = True
+            raise
         batch, self.batch = self.batch, None
         return batch
 
     def _check_outset(self) -> None:
         """Check what the function has done before its loop, and with its first batch."""
         assert self.module is not None, "it was checked"
-        if self._before and self._before != _written(self.module):
-            raise TaskError(
-                f"{self._code.co_name} changes the model after session.model",
-                where=first_line_of(self._code),
-                remedy="do so in the function that is given to session.model: a run may begin with other weights",
-            )
-        held = {name: _gist(value) for name, value in self._held_locals().items()}
+        if not self.used:
+            put_back(self._modes)
+            self._check_unchanged(self.module)
+        apart = {id(value) for value in (*self.module.parameters(), *self.module.buffers())}
+        frame = self._frame()
+        held = (
+            {}
+            if frame is None
+            else {name: gist(value, apart, frame.f_globals["__name__"]) for name, value in frame.f_locals.items()}
+        )
         if self.used:
             self.fresh = False
             self.carried = sorted(name for name, gist in self._locals.items() if held.get(name) != gist)
         self._locals = held
 
-    def _held_locals(self) -> Mapping[str, Any]:
+    def _check_unchanged(self, module: nn.Module) -> None:
+        """Raise `TaskError` if the function has changed the model before its loop.
+
+        It would do so to trained weights when it begins again. Freezing weights once more changes none.
+        """
+        before, self._before = self._before, {}
+        now = marks_of(module)
+        again = self._given is not None
+        changed = [name for name in {**before, **now} if not same(before.get(name), now.get(name), again)]
+        if changed:
+            raise TaskError(
+                f"{self._code.co_name} changes '{changed[0]}' of the model after session.model",
+                where=first_line_of(self._code),
+                remedy="do so in the function that is given to session.model, which builds the model; what precedes "
+                "the loop is executed again with trained weights",
+            )
+
+    def _frame(self) -> FrameType | None:
+        """Return the function's frame, which calls this."""
         frame = inspect.currentframe()
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
-        return {} if frame is None else frame.f_locals
+        return frame
 
 
-def _written(module: nn.Module) -> list[tuple[int, bool]]:
-    return [(write_count(value), value.requires_grad) for value in module.parameters()]
-
-
-def thread_mode() -> tuple[bool, ...]:
+def thread_mode() -> tuple[int, ...]:
     """Return what torch keeps for each thread, beside gradients, and a context may change."""
     autocast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
-    return torch.is_inference_mode_enabled(), *autocast
-
-
-def _gist(value: Any) -> Any:
-    """Return what shows that a local variable has another value; None for what is not compared."""
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, torch.Tensor):
-        return id(value), write_count(value)
-    return len(value) if isinstance(value, _GROWING) else None
+    return torch.is_inference_mode_enabled(), function_modes(), *autocast

@@ -40,7 +40,8 @@ class Session:
     def model(self, build: Callable[[], nn.Module]) -> nn.Module:
         """Return the model that the run trains, which `build` returns freshly initialised on the CPU.
 
-        What is done to it before the loop, such as to freeze weights, is best done in `build`: see `Task.model`.
+        `build` does all that makes the model, such as to load or to freeze weights: see `Task.model`. What precedes the
+        loop is executed again after an error, so it must not change the model.
         """
         return self._inside.take_model(build)
 
@@ -86,8 +87,18 @@ class Session:
         self._inside.take_loss(loss, weight, metrics)
 
     def stop(self) -> None:
-        """Ask the run to stop after this step, or one soon after, as `raytrain stop` does; its last state is saved."""
-        self._inside.standing("stop").stops = True
+        """Ask the run to stop after this step, or one soon after, as `raytrain stop` does; its last state is saved.
+
+        Held-out batches stop no run.
+        """
+        standing = self._inside.standing("stop")
+        if standing.held_out:
+            raise TaskError(
+                "session.stop is called for a held-out batch",
+                where=users_line(),
+                remedy="call it only `if model.training`; early_stop in the job stops a run by its held-out metrics",
+            )
+        standing.stops = True
 
     @property
     def state(self) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ClassVar, Literal
@@ -12,10 +14,14 @@ from torch import nn
 
 from raytrain_plus.errors import TaskError, listed
 from raytrain_plus.session.course import Course
+from raytrain_plus.session.draws import after_model, drawing_from
 from raytrain_plus.session.plain_values import copied, plain_values
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.unreached import unreached_line
 from raytrain_plus.task import Task
+
+_CALLS = {"optimizer": "optimizer", "scheduler": "scheduler", "evaluate": "evaluate", "remembered": "after_step"}
+"""By the methods of the task that call what a function has declared: the methods of the session that took it."""
 
 
 class SessionTask(Task):
@@ -23,11 +29,21 @@ class SessionTask(Task):
 
     function: ClassVar[Callable[..., Any]]
 
-    def __init__(self, **arguments: Any) -> None:
-        """Take the job's `args`, which the function gets after the session."""
+    def __init__(self, /, **arguments: Any) -> None:
+        """Take the job's `args`, which the function gets after the session.
+
+        Raises `TypeError` if the function cannot be called with them.
+        """
+        try:
+            inspect.signature(self.function).bind(None, **arguments)
+        except TypeError as error:
+            # Without the frames of the standard library.
+            raise TypeError(str(error)) from None
         self._arguments, self._standing = arguments, Standing()
         self._course: Course | None = None
         """The last execution of the function. There is another for each model, and after an error."""
+        self._key: int | None = None
+        """From which each execution draws up to its loop: that under which the run has the model built."""
 
     def model(self) -> nn.Module:
         """See `Task`: the model of the function, which is executed up to its loop."""
@@ -55,10 +71,14 @@ class SessionTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
         """See `Task`: what the function has declared; without it the loss and the metrics of its loop."""
         metrics = self._declared("evaluate")
-        if metrics is not None:
-            found: Mapping[str, Any] = metrics(model, batch)
-            return found
-        given = self._at_loop(model).loss_of(batch)
+        self._standing.held_out = True
+        try:
+            if metrics is not None:
+                found: Mapping[str, Any] = metrics(model, batch)
+                return found
+            given = self._at_loop(model).loss_of(batch)
+        finally:
+            self._standing.held_out = False
         means = {"loss": given["loss"], **given.get("metrics", {})}
         return {"metrics": means, "weight": given["weight"]} if "weight" in given else means
 
@@ -118,7 +138,11 @@ class SessionTask(Task):
         self._learn_facts()
         # The function that waits is left first: it may hold a model of the same size.
         self._course = None
-        self._course = Course(self.function, self._arguments, self._standing, model)
+        if self._key is None:
+            self._key = torch.initial_seed()
+        # It may begin within a step, whose own numbers it leaves alone.
+        with drawing_from(self._key):
+            self._course = Course(self.function, self._arguments, self._standing, model, after_model(self._key))
         return self._course
 
 
@@ -139,8 +163,21 @@ def session_task(function: FunctionType) -> type[SessionTask]:
         raise TaskError(
             f"{name} takes no session", where="task", expected=f"def {function.__name__}(session), or a class"
         )
+    if parameters[0].name == "self":
+        raise TaskError(
+            f"{name} is a method, and there is no object of its class",
+            where="task",
+            expected=f"a plain function, def {function.__name__}(session), or a staticmethod",
+        )
+    unnamed = [one.name for one in parameters[1:] if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    if unnamed:
+        raise TaskError(
+            f"{name} takes '{unnamed[0]}' by its position alone, and the job gives its args by name",
+            where="task",
+            remedy="leave out the slash of the signature",
+        )
     # What a job gives as `args` is compared with the signature of its task.
-    rest = inspect.Signature([one for one in parameters[1:] if one.kind is not inspect.Parameter.POSITIONAL_ONLY])
+    rest = inspect.Signature(parameters[1:])
     values = {
         "function": staticmethod(function),
         "__signature__": rest,
@@ -149,3 +186,10 @@ def session_task(function: FunctionType) -> type[SessionTask]:
         "__doc__": function.__doc__,
     }
     return type(function.__name__, (SessionTask,), values)
+
+
+def declared_in(error: BaseException) -> str:
+    """Return the method of the session whose function has raised the error, or cannot be called; empty if none has."""
+    folder = os.path.dirname(__file__)
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if one.filename.startswith(folder)]
+    return _CALLS.get(frames[-1].name, "") if frames and frames[-1].filename == __file__ else ""

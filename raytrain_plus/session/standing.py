@@ -13,7 +13,7 @@ class Standing:
     """Set by the run before each step."""
 
     # Without a dict of attributes, in which a trial would look for what a step changes.
-    __slots__ = ("_facts", "remembered", "steps", "stops")
+    __slots__ = ("_facts", "held_out", "remembered", "steps", "stops")
 
     def __init__(self) -> None:
         self._facts: RunFacts | None = None
@@ -23,6 +23,8 @@ class Standing:
         """What was remembered after the step before."""
         self.stops = False
         """Whether the function has asked in this step that the run stops."""
+        self.held_out = False
+        """Whether the batch is a held-out one."""
 
     @property
     def facts(self) -> RunFacts:

@@ -34,7 +34,10 @@ def _behind(node: ast.AST) -> Iterator[int]:
 
 
 def _has_loop(node: ast.AST) -> bool:
-    return any(map(_is_loop, ast.walk(node)))
+    # To define a function is not to run it.
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
+        return False
+    return _is_loop(node) or any(map(_has_loop, ast.iter_child_nodes(node)))
 
 
 def _is_loop(node: ast.AST) -> bool:

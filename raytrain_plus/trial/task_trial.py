@@ -39,6 +39,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.sizing import most_workers, share_of
 from raytrain_plus.parallel.wire import gradient_dtype
+from raytrain_plus.session.session_task import declared_in
 from raytrain_plus.state.holding import MEAN_LOSS, NEW_RULES, NOTHING_ADDED
 from raytrain_plus.state.named import dtype_name
 from raytrain_plus.task import Task
@@ -503,7 +504,9 @@ def explained(job: Job, task: Task, batch: Any = None) -> Iterator[None]:
         if isinstance(error, RaytrainError):
             return None
         kind, text = type(error).__name__, str(error)
-        advice = NO_MEMORY if out_of_memory(error) else advice_for(kind, text, describe(batch))
+        # Of a batch, a function for the optimizer or the state knows nothing.
+        given = batch if declared_in(error) in ("", "evaluate") else None
+        advice = NO_MEMORY if out_of_memory(error) else advice_for(kind, text, describe(given))
         return TaskError(
             f"{_speaker(task, error)} raised {kind}: {text}",
             where=f"task: {job.task}",
@@ -518,6 +521,8 @@ def explained(job: Job, task: Task, batch: Any = None) -> Iterator[None]:
 
 def _speaker(task: Task, error: BaseException) -> str:
     """Return which of the task's methods raised, in words."""
+    if declared := declared_in(error):
+        return f"{type(task).__name__}: the function of session.{declared}"
     for frame in users_frames(error):
         if frame.name in _TAKES:
             return f"{type(task).__name__}.{frame.name}"

@@ -17,7 +17,10 @@ class Stepwise(Protocol):
         """Whether `remembered` ever returns anything; the same on all workers."""
 
     def begin_step(self, step: int, remembered: Remembered) -> None:
-        """Hear that a step is computed, for the first time or again; `remembered`: after the one before."""
+        """Hear that a step is computed, for the first time or again, or that the state before it is evaluated.
+
+        `remembered`: after the step before.
+        """
 
     def remembered(self, before: Remembered, metrics: Mapping[str, float]) -> Remembered:
         """Return what is remembered after a step with these means, which are the same on all workers.

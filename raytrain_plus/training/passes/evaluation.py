@@ -41,6 +41,9 @@ def evaluate(
     were left out, `ROWS_SKIPPED` is among the metrics. Raises `TrainingError` if workers have different metric names,
     or a worker has no row.
     """
+    if state.stepwise is not None:
+        # A worker that has just joined has heard of no step, and the others of the one before.
+        state.stepwise.begin_step(step + 1, state.remembered)
     state.train(False)
     state.restore_buffers()
     with torch.no_grad(), state.averaged(context):

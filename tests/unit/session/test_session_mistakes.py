@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.nn import functional as F
 
@@ -184,11 +187,134 @@ def in_autocast(session: Session) -> None:
             session.step(loss_of(model, batch))
 
 
+def in_a_device(session: Session) -> None:
+    model = session.model(linear)
+    with torch.device("meta"):
+        for batch in session.batches():
+            session.step(loss_of(model, batch))
+
+
 def without_gradients(session: Session) -> None:
     model = session.model(linear)
     for batch in session.batches():
         torch.set_grad_enabled(False)
         session.step(loss_of(model, batch))
+
+
+def sets_training(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        model.train()
+        session.step(loss_of(model, batch))
+
+
+def sets_training_last(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        model.train()
+
+
+def sets_evaluation(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        model.eval()
+        session.step(loss_of(model, batch))
+
+
+def sets_training_and_measures(session: Session) -> None:
+    model = session.model(linear)
+    session.evaluate(lambda model, batch: {"held_out_loss": loss_of(model, batch)})
+    for batch in session.batches():
+        model.train()
+        session.step(loss_of(model, batch))
+
+
+def test_a_loop_that_no_held_out_batch_passes_through_may_set_training(tmp_path: Path) -> None:
+    assert set(tried(tmp_path, sets_training_and_measures).metrics) == {"held_out_loss"}
+
+
+def fills(session: Session) -> None:
+    model = session.model(linear)
+    nn.init.zeros_(model.weight)  # type: ignore[arg-type]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def resets(session: Session) -> None:
+    model = session.model(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)))
+    model[1].reset_running_stats()  # type: ignore[operator,index]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def adds(session: Session) -> None:
+    model = session.model(linear)
+    model.more = nn.Linear(3, 3)
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def replaces(session: Session) -> None:
+    model = session.model(linear)
+    model.weight = nn.Parameter(torch.zeros(3, WIDTH))
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def keeps_what_is_not_measured(session: Session) -> None:
+    model = session.model(linear)
+    session.after_step(lambda state, metrics: {"a": metrics["accuracy"]})
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def optimizes_nothing(session: Session) -> None:
+    model = session.model(linear)
+    session.optimizer(lambda: torch.optim.SGD(model.parameters()))  # type: ignore[arg-type,misc]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def measures_a_name(session: Session) -> None:
+    model = session.model(linear)
+    session.evaluate(lambda model, batch: {"a": batch["z"]})
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+
+
+def raises_held_out(session: Session) -> None:
+    model = session.model(linear)
+    for batch in session.batches():
+        session.step(loss_of(model, batch if model.training else {}))
+
+
+@pytest.mark.parametrize(
+    ("function", "what", "expected"),
+    [
+        (
+            keeps_what_is_not_measured,
+            "measured: the function of session.after_step raised KeyError: 'accuracy'",
+            "",
+        ),
+        (optimizes_nothing, "optimizes_nothing: the function of session.optimizer raised TypeError: ", ""),
+        (measures_a_name, "measures_a_name: the function of session.evaluate raised KeyError: 'z'", "names: x, y"),
+        (raises_held_out, "raises_held_out raised KeyError: 'x'", "a task for batches of 'x'"),
+    ],
+)
+def test_what_a_declared_function_raises_is_no_fault_of_the_batch(
+    tmp_path: Path, function: Function, what: str, expected: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        tried(tmp_path, function)
+    assert what in caught.value.what
+    assert expected in caught.value.expected if expected else not caught.value.expected
+
+
+def takes_on_a_thread(session: Session) -> None:
+    session.model(linear)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: next(session.batches())).result()
 
 
 def raises(session: Session) -> None:
@@ -225,7 +351,16 @@ def detached(session: Session) -> None:
         (steps_before, 2, "session.step is called outside the loop", "for batch in session.batches()"),
         (looks_before, 2, "session.total_steps is not known before the loop", "in what session.optimizer"),
         (in_autocast, 3, "the loop stands in a context of torch", "set precision in the job"),
+        (in_a_device, 3, "the loop stands in a context of torch", "in the body of the loop"),
         (without_gradients, 2, "the loop stands in a context of torch", "in the body of the loop"),
+        (sets_training, 4, "the loop sets the mode of the model", "leave out model.train()"),
+        (sets_training_last, 2, "the loop sets the mode of the model", "leave out model.train()"),
+        (sets_evaluation, 4, "the loop sets the mode of the model", "leave out model.train()"),
+        (fills, 0, "fills changes 'weight' of the model after session.model", "which builds the model"),
+        (resets, 0, "resets changes '1.running_mean' of the model", "which builds the model"),
+        (adds, 0, "adds changes 'more.weight' of the model after session.model", "which builds the model"),
+        (replaces, 0, "replaces changes 'weight' of the model after session.model", "which builds the model"),
+        (takes_on_a_thread, 3, "takes_on_a_thread takes a batch on a thread of its own", "the thread that runs"),
         (raises, None, "raises raised KeyError: 'z'", "correct the name"),
         (detached, None, "depends on no trained parameter", ""),
     ],
@@ -236,6 +371,7 @@ def test_a_mistake_is_one_sentence_with_its_place(
     with pytest.raises(InputError) as caught:
         tried(tmp_path, function)
     assert torch.is_grad_enabled()
+    assert torch.empty(0).device == torch.device("cpu")
     error = caught.value
     assert what in error.what
     assert remedy in f"{error.expected} {error.remedy}"
@@ -263,6 +399,49 @@ def test_what_a_batch_leaves_and_what_is_not_executed_is_remarked(tmp_path: Path
     assert unreached.startswith(f"line {line}, behind the loop of counting, is not executed")
 
 
+class Mean:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+
+def carrying(session: Session) -> None:
+    model = session.model(linear)
+    ema, history, kept = {"ema": 0.0}, np.zeros(3), [[0]]
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        ema["ema"] += 1
+        history[0] += 1
+        kept[0][0] += 1
+
+
+def teaching(session: Session) -> None:
+    model = session.model(linear)
+    teacher, mean = copy.deepcopy(model), Mean()
+    for batch in session.batches():
+        session.step(loss_of(model, batch))
+        mean.value += 1
+        with torch.no_grad():
+            for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+
+def unchanging(session: Session) -> None:
+    model = session.model(lambda: nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3)))
+    wrapped, bar = nn.Sequential(model), tqdm.tqdm(disable=True)
+    held = {"model": model, "nan": float("nan"), "names": [["x"]], "mean": Mean(), "array": np.zeros(3)}
+    for batch in session.batches():
+        bar.n += len(held)
+        session.step(loss_of(wrapped, batch))
+
+
+def test_what_a_batch_changes_inside_objects_is_remarked(tmp_path: Path) -> None:
+    [carried] = tried(tmp_path, carrying).remarks
+    assert carried.startswith("a batch changes ema, history, kept of carrying: each worker has its own")
+    [taught] = tried(tmp_path, teaching).remarks
+    assert taught.startswith("a batch changes mean, teacher of teaching: each worker has its own")
+    assert tried(tmp_path, unchanging).remarks == ()
+
+
 def in_blocks(session: Session) -> None:
     with open("x"):
         for _ in range(3):
@@ -271,9 +450,20 @@ def in_blocks(session: Session) -> None:
         print()
 
 
+def in_a_function(session: Session) -> None:
+    model = session.model(linear)
+
+    def fit() -> None:
+        for batch in session.batches():
+            session.step(loss_of(model, batch))
+
+    fit()
+
+
 def test_what_is_behind_a_loop_is_found_in_blocks_around_it() -> None:
     assert unreached_line(in_blocks) == in_blocks.__code__.co_firstlineno + 5
     assert unreached_line(sound) is None
+    assert unreached_line(in_a_function) is None
     assert unreached_line(print) is None
     assert unreached_line(eval("lambda session: 1")) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import tqdm
@@ -33,6 +35,7 @@ from raytrain_plus.session.plain_values import plain_values
 from raytrain_plus.state.transfer import take_snapshot
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
+from raytrain_plus.training.passes.evaluation import evaluate
 from raytrain_plus.training.step.build import build_state, task_of, whole_steps
 from raytrain_plus.training.step.step import SynchronousSteps
 
@@ -189,6 +192,45 @@ def test_after_an_error_the_function_begins_again() -> None:
     assert again.loss == [expected.run(step, shards(step), context()) for step in range(2)][-1].loss
 
 
+def draws(session: Session) -> None:
+    before = random.random() + float(np.random.rand()) + torch.rand(1)
+    model = session.model(build)
+    after = random.random() + float(np.random.rand()) + torch.randn(6, 6)
+    for batch in session.batches():
+        noise = torch.randn(ROWS, 6) + random.random() + float(np.random.rand())
+        session.step(F.cross_entropy(model(batch["x"] @ after + before + noise), batch["y"]))
+
+
+def test_a_function_that_begins_again_draws_what_it_has_drawn() -> None:
+    steps = steps_of(draws)
+    wrong = {0: [Microbatch({"x": torch.zeros(ROWS, 5), "y": torch.zeros(ROWS, dtype=torch.int64)}, ROWS)]}
+    found = []
+    for step in range(STEPS):
+        if step in (1, 3):
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                steps.run(step, wrong, context())
+        found.append(steps.run(step, shards(step), context()).loss)
+    assert found == trained(draws)[0]
+
+
+def test_what_a_function_draws_before_its_loop_depends_on_the_seed_of_the_job() -> None:
+    def loss(seed: int) -> torch.Tensor:
+        task = build_task(load_task(draws, ()), {}, FACTS)
+        torch.manual_seed(seed)
+        model = task.model()
+        with torch.no_grad():
+            for value in model.parameters():
+                value.copy_(torch.linspace(-1, 1, value.numel()).view_as(value))
+        torch.manual_seed(5)
+        random.seed(5)
+        np.random.seed(5)
+        found: torch.Tensor = task.loss(model.eval(), shards(0)[0][0].batch)["loss"]
+        return found
+
+    assert loss(1) == loss(1)
+    assert loss(1) != loss(2)
+
+
 def test_another_thread_executes_the_function_from_its_top() -> None:
     BEGUN.clear()
     steps = steps_of(main)
@@ -210,6 +252,31 @@ def test_a_function_that_waits_is_freed_with_its_model() -> None:
     gc.collect()
     assert model() is None
     assert BEGUN == ["begun", "left"]
+
+
+def catches_all(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    batches = session.batches()
+    while True:
+        try:
+            batch = next(batches)
+            session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+        except BaseException:
+            BEGUN.append("caught")
+            if len(BEGUN) > 100:
+                raise
+
+
+def test_a_function_that_catches_its_end_is_left_nevertheless() -> None:
+    gc.collect()
+    BEGUN.clear()
+    steps = steps_of(catches_all)
+    steps.run(0, shards(0), context())
+    assert BEGUN == []
+    del steps
+    gc.collect()
+    gc.collect()
+    assert 0 < len(BEGUN) < 10
 
 
 SEEN: list[Any] = []
@@ -260,6 +327,44 @@ def test_held_out_batches_pass_through_the_loop_unless_the_function_says_what_is
     assert (set(found), found["weight"]) == ({"metrics", "weight"}, 2.0)
 
 
+def annealed(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    session.after_step(lambda state, _: {"count": state.get("count", 0) + 1})
+    for batch in session.batches():
+        loss = F.cross_entropy(model(batch["x"]), batch["y"])
+        session.step(loss, metrics={"steps": session.steps, "count": session.state.get("count", 0)})
+
+
+def test_held_out_metrics_see_the_step_after_the_state_on_all_workers() -> None:
+    stayed, joined = steps_of(annealed), steps_of(annealed)
+    for step in range(3):
+        stayed.run(step, shards(step), context())
+    joined.state.adopt(take_snapshot(2, stayed.state.holding()))
+
+    def found(steps: SynchronousSteps) -> dict[str, float]:
+        held_out, hosted = shards(9), range(SHARDS)
+        return evaluate(steps.state, steps.passes, held_out.__getitem__, hosted, context(), shards=SHARDS, step=2)
+
+    assert found(joined) == found(stayed)
+    assert (found(joined)["steps"], found(joined)["count"]) == (3, 3)
+
+
+def stops_on_sight(session: Session) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    for batch in session.batches():
+        session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+        session.stop()
+
+
+def test_a_held_out_batch_cannot_stop_a_run() -> None:
+    task, batch = build_task(load_task(stops_on_sight, ()), {}, FACTS), shards(0)[0][0].batch
+    model = task.model()
+    task.loss(model, batch)
+    with torch.no_grad(), pytest.raises(TaskError, match=r"session.stop is called for a held-out batch"):
+        task.evaluate(model, batch)
+    task.loss(model, batch)
+
+
 def measured(session: Session) -> None:
     model = session.model(lambda: nn.Linear(6, 3))
     session.evaluate(lambda _, batch: {"rows": len(batch["x"])})
@@ -283,6 +388,23 @@ def test_arguments_of_a_job_are_those_of_the_function_after_the_session() -> Non
         build_task(cls, {"widht": 1})
 
 
+def wide(session: Session, self: int, *, depth: int = 1) -> None:
+    model = session.model(lambda: nn.Linear(6, 3))
+    for batch in session.batches():
+        session.step(F.cross_entropy(model(batch["x"]), batch["y"]) * self * depth)
+
+
+def test_an_argument_that_is_missing_is_named_before_the_function_begins() -> None:
+    cls = load_task(wide, ())
+    with pytest.raises(
+        TaskError, match=r"raised TypeError: missing a required argument: 'self'[\s\S]*given: depth"
+    ) as caught:
+        build_task(cls, {"depth": 2})
+    assert caught.value.user_traceback == ""
+    task = build_task(cls, {"self": 2}, FACTS)
+    assert task.loss(task.model(), shards(0)[0][0].batch)["loss"].item() > 0
+
+
 def test_without_an_optimizer_it_is_that_of_any_task() -> None:
     task = build_task(load_task(plain, ()), {}, FACTS)
     assert type(task.optimizer(task.model().named_parameters())) is torch.optim.SGD
@@ -297,10 +419,19 @@ def generator(session: Session) -> Iterator[int]:
 def takes_nothing() -> None: ...
 
 
+class Trainer:
+    def main(self, session: Session) -> None: ...
+
+
+def by_position(session: Session, width: int, /) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [
         (generator, r"test_session_task:generator is a generator or async\n  expected: a plain function: def main"),
+        (Trainer.main, r"Trainer.main is a method[\s\S]*def main\(session\), or a staticmethod"),
+        (by_position, r"by_position takes 'width' by its position alone"),
         (takes_nothing, r"test_session_task:takes_nothing takes no session\n  expected: def takes_nothing\(session\)"),
     ],
 )
@@ -315,10 +446,6 @@ def test_what_a_model_undergoes_before_the_loop_is_part_of_it() -> None:
     with ThreadPoolExecutor(1) as pool:
         # The same function again, with a model that is frozen already.
         assert pool.submit(steps.run, 0, shards(0), context()).result().loss > 0
-    steps = steps_of(fills)
-    steps.run(0, shards(0), context())
-    with ThreadPoolExecutor(1) as pool, pytest.raises(TaskError, match="fills changes the model after session"):
-        pool.submit(steps.run, 1, shards(1), context()).result()
 
 
 def freezes(session: Session) -> None:
@@ -328,11 +455,24 @@ def freezes(session: Session) -> None:
         session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
 
 
-def fills(session: Session) -> None:
-    model = session.model(lambda: nn.Linear(6, 3))
-    nn.init.zeros_(model.weight)  # type: ignore[arg-type]
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+
+
+def sets_modes(session: Session) -> None:
+    model = session.model(normed)
+    model.train()
+    model[1].eval()  # type: ignore[operator]
     for batch in session.batches():
         session.step(F.cross_entropy(model(batch["x"]), batch["y"]))
+
+
+def test_a_function_that_begins_again_leaves_the_modes_that_the_run_has_set() -> None:
+    task, other = build_task(load_task(sets_modes, ()), {}, FACTS), normed().eval()
+    assert [one.training for one in task.model().modules()] == [True, True, False, True]
+    with torch.no_grad():
+        task.evaluate(other, shards(0)[0][0].batch)
+    assert not any(one.training for one in other.modules())
 
 
 def swallows(session: Session) -> None:
