@@ -89,16 +89,10 @@ class Session:
     def stop(self) -> None:
         """Ask the run to stop after this step, or one soon after, as `raytrain stop` does; its last state is saved.
 
-        Held-out batches stop no run.
+        For a held-out batch it does nothing: the next training batch comes to the same line.
         """
         standing = self._inside.standing("stop")
-        if standing.held_out:
-            raise TaskError(
-                "session.stop is called for a held-out batch",
-                where=users_line(),
-                remedy="call it only `if model.training`; early_stop in the job stops a run by its held-out metrics",
-            )
-        standing.stops = True
+        standing.stops = standing.stops or not standing.held_out
 
     @property
     def state(self) -> dict[str, Any]:
