@@ -32,6 +32,7 @@ from raytrain_plus.job.task_loader import build_task, is_signal, load_task, user
 from raytrain_plus.job.task_pickle import task_to_send
 from raytrain_plus.job.task_source import source_digests
 from raytrain_plus.session.plain_values import plain_values
+from raytrain_plus.session.session_task import SessionTask
 from raytrain_plus.state.transfer import take_snapshot
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.thread_control import Control
