@@ -167,6 +167,7 @@ class Member:
         self.heard = len(part.history)
         """How many entries of its history it has heard."""
         self.state: Any = SimpleNamespace(
+            stepwise=None,
             train=lambda on=True: None,
             restore_buffers=lambda: None,
             averaged=lambda context: contextlib.nullcontext(),
