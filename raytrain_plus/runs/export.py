@@ -21,6 +21,7 @@ from raytrain_plus.data.of_job import rows_of, sample_order_of
 from raytrain_plus.data.reading.transform_block import without_ids
 from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import DamagedError, DataError, InputError, TaskError, WaitExpired, first_line
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import UserCode, as_task_error, load_user_code
 from raytrain_plus.membership.slice_names import whole_weight
@@ -42,7 +43,7 @@ from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import model_to_load
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from raytrain_plus.training.model.rebuilt import as_whole, check_same
 from raytrain_plus.training.step.build import task_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.session.draws import draw_from
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.session.gist import gist
 from raytrain_plus.session.model_marks import ValueMark, marks_of, modes_of, put_back, same
 from raytrain_plus.session.standing import Standing
@@ -114,7 +114,7 @@ class Inside(Iterator[Any]):
             # The run sets them; a model is built with those that the function leaves it in the first time.
             self._modes = modes_of(self.module)
         self._before = marks_of(self.module)
-        draw_from(self._key)
+        set_random_key(self._key)
         return self.module
 
     def declare(self, what: str, function: Callable[..., Any]) -> None:

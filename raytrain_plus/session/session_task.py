@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError, listed
+from raytrain_plus.generators import seeded
 from raytrain_plus.session.course import Course
-from raytrain_plus.session.draws import after_model, drawing_from
 from raytrain_plus.session.plain_values import copied, plain_values
 from raytrain_plus.session.standing import Standing
 from raytrain_plus.session.unreached import unreached_line
@@ -141,9 +141,14 @@ class SessionTask(Task):
         if self._key is None:
             self._key = torch.initial_seed()
         # It may begin within a step, whose own numbers it leaves alone.
-        with drawing_from(self._key):
-            self._course = Course(self.function, self._arguments, self._standing, model, after_model(self._key))
+        with seeded(self._key):
+            self._course = Course(self.function, self._arguments, self._standing, model, _after_model(self._key))
         return self._course
+
+
+def _after_model(key: int) -> int:
+    """Return the key of what is drawn after `session.model`, which builds a model the first time only."""
+    return (key + 1) % 2**64
 
 
 def session_task(function: FunctionType) -> type[SessionTask]:

@@ -15,6 +15,7 @@ from typing_extensions import override
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import TaskError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.membership.slice_names import is_slice, layer_of
 from raytrain_plus.parallel.pipeline.chunk import Chunk, PassWork
 from raytrain_plus.parallel.pipeline.partition import Layer, counted_cost
@@ -34,7 +35,7 @@ from raytrain_plus.training.model.model import (
     train_as_built,
 )
 from raytrain_plus.training.model.precision import Precision
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from raytrain_plus.training.model.recompute import check_layers
 from raytrain_plus.training.passes.task_loss import TaskLoss, check_depends, task_loss
 from raytrain_plus.training.weights.step_options import Technique

@@ -25,6 +25,7 @@ from raytrain_plus.data.reading.transform_block import RowReader, without_ids
 from raytrain_plus.data.reading.unusable import joined, usable
 from raytrain_plus.device_copies import to_device
 from raytrain_plus.errors import RaytrainError, TaskError, TrainingError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import (
     out_of_memory,
@@ -49,7 +50,7 @@ from raytrain_plus.training.exchange.remarks import attributes_changed, scaled_h
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.model.added_state import AddedState
 from raytrain_plus.training.model.model import parameters_of, pass_names, train_as_built
-from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.model.randomness import make_deterministic, random_key
 from raytrain_plus.training.model.unshared import Unshared
 from raytrain_plus.training.model.weights_check import check_files
 from raytrain_plus.training.passes.evaluation import evaluate

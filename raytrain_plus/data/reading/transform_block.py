@@ -209,7 +209,7 @@ class RowReader:
 
 def _seeded(key: int) -> AbstractContextManager[None]:
     # It loads torch, which the controller does without.
-    from raytrain_plus.data.values.generators import seeded
+    from raytrain_plus.generators import seeded
 
     return seeded(key)
 
@@ -218,7 +218,7 @@ def with_draws(rows: RowReader) -> RowReader:
     """Return the same, with whether `transform` draws from the generators of the process, judged by the first rows."""
     if rows.transform is None:
         return rows
-    from raytrain_plus.data.values.generators import draws
+    from raytrain_plus.generators import draws
 
     # A few rows of each source, which a worker reads before it can join.
     few, found = replace(rows, block_rows=JUDGED), dict[int, RowRange]()

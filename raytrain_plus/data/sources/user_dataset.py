@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from raytrain_plus.data.values.generators import seeded
 from raytrain_plus.errors import DataError, TaskError
+from raytrain_plus.generators import seeded
 from raytrain_plus.job.task_loader import load_function, reporting, trim_traceback
 
 Kind = Literal["indexed", "iterated", "ray"]

@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.membership.slice_names import MARK, whole_weight
 from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.added_state import plain_tensors
 from raytrain_plus.training.model.given_weights import GivenWeights, given_weights
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from raytrain_plus.training.model.rebuilt import patterns_of, rebuilt_weights
 
 WHOLE = ("",)

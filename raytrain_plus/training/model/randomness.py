@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.torch_compat import has_hooks
 
 
@@ -26,15 +25,6 @@ def random_key(*parts: int | str) -> int:
     """Return the first eight bytes, little-endian, of BLAKE2b over the parts joined by '/': 0 to 2^64 - 1."""
     text = "/".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
-def set_random_key(key: int) -> None:
-    """Seed torch (every device in use), NumPy's legacy generator (the low 32 bits) and Python's from one key."""
-    torch.default_generator.manual_seed(key)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(key)
-    np.random.seed(key & 0xFFFFFFFF)
-    random.seed(key)
 
 
 def make_deterministic() -> None:

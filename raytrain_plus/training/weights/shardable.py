@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.task import Task
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from raytrain_plus.training.weights.optimizer import build_optimizer, takes_model
 
 STEPS = 3

@@ -18,6 +18,7 @@ from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.reading.transform_block import Transform, with_draws
 from raytrain_plus.device_copies import pinned
 from raytrain_plus.errors import InputError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.install.horovod_usable import REMEDY
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import as_task_error, load_function, load_task
@@ -30,7 +31,7 @@ from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.probe import find_probe_fault, refusal
 from raytrain_plus.task import Task
-from raytrain_plus.training.model.randomness import make_deterministic, random_key, set_random_key
+from raytrain_plus.training.model.randomness import make_deterministic, random_key
 from raytrain_plus.training.step.build import build_state, divided_layers, slicing_of, task_of
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.optimized_rows import Named, row_counts_of

@@ -17,9 +17,10 @@ from raytrain_plus import Data, Evaluate, Job, Parallel, Workers, run
 from raytrain_plus.data.of_job import sample_order_of
 from raytrain_plus.data.reading.transform_block import RowReader, without_ids
 from raytrain_plus.data.sources.parquet_source import parquet_source
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.storage.folders.local import LocalFolder
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from tests.integration.conftest import TASKS
 from tests.integration.tasks import Net, noisy, write_data
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from raytrain_plus.training.model.randomness import LayerKeys, draws_nothing, random_key, set_random_key
+from raytrain_plus.generators import set_random_key
+from raytrain_plus.training.model.randomness import LayerKeys, draws_nothing, random_key
 
 
 def test_a_key_is_blake2b_of_its_parts() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.generators import set_random_key
 from raytrain_plus.job.settings import Schedule
 from raytrain_plus.parallel.pipeline.chunk import Chunk, Objective
 from raytrain_plus.parallel.pipeline.layout import chunk_stages, schedule_fault, splits
@@ -21,7 +22,7 @@ from raytrain_plus.parallel.pipeline.partition import Layer, balanced_spans
 from raytrain_plus.parallel.pipeline.schedule import Pipeline, orders
 from raytrain_plus.parallel.pipeline.timeline import Action, Cost, Kind, bubble, most_open_passes, simulate
 from raytrain_plus.parallel.pipeline.transport import Handovers
-from raytrain_plus.training.model.randomness import random_key, set_random_key
+from raytrain_plus.training.model.randomness import random_key
 from tests.unit.parallel.pipeline import replicas
 from tests.unit.parallel.pipeline.replicas import COMPUTES, Threads, replica
 

@@ -19,8 +19,8 @@ from raytrain_plus.data.reading.stream import _read_one
 from raytrain_plus.data.reading.transform_block import RowReader, with_draws
 from raytrain_plus.data.sources.mixed_source import mixed
 from raytrain_plus.data.sources.parquet_source import parquet_source
-from raytrain_plus.data.values.generators import draws, seeded
 from raytrain_plus.errors import TaskError
+from raytrain_plus.generators import draws, seeded
 from tests.integration.tasks import write_data
 
 DRAWS: dict[str, Callable[[], float]] = {
