@@ -110,8 +110,9 @@ class Model(Task):
 
     def rebuilt(self) -> Sequence[str]:
         """See `Task`: the frozen weights of a model with an adapter."""
-        own = self._lora is None and self.folder is not None
-        return () if own or not is_adapted(self._empty) else frozen_names(self._empty)
+        if self._lora is None and self._build is None:
+            return ()
+        return frozen_names(self._empty) if is_adapted(self._empty) else ()
 
     def tensor(self) -> Mapping[str, str]:
         """See `Task`: the model's own plan; one with an adapter has none."""

@@ -44,7 +44,7 @@ from raytrain_plus.storage.interface import Folder
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.training.model.randomness import random_key
-from raytrain_plus.training.model.rebuilt import as_whole, check_same
+from raytrain_plus.training.model.rebuilt import check_same
 from raytrain_plus.training.step.build import task_of
 
 WriteFolder = Callable[[Any, Path, Iterable[Path]], None]
@@ -205,7 +205,8 @@ def _read(run: Folder, manifest: Manifest) -> tuple[Weights, str]:
         tensors = read_tensors(run, manifest, dict.fromkeys([*names, *digests]))
     except DamagedError as error:
         return Weights({}), f"{error.where}: {error.what}"
-    rebuilt = as_whole({name.removeprefix(REBUILT): tensors.pop(name)[2].tobytes().hex() for name in digests})
+    # Slices of a weight have the digest of the whole one.
+    rebuilt = {whole_weight(name.removeprefix(REBUILT)): tensors.pop(name)[2].tobytes().hex() for name in digests}
     cuts = {name: (kind, fused) for name, (kind, fused) in manifest.tree.get("cuts", {}).items()}
     whole = joined(tensors, cuts)
     weights = {name.partition("/")[2]: unpacked(packed, CPU) for name, packed in whole.items()}
@@ -249,7 +250,7 @@ def put_weights(weights: Weights, model: nn.Module, where: str) -> None:
         raise InputError(
             f"the weights do not match the model: {'; '.join(wrong[:3])}" + "; ..." * (len(wrong) > 3), where=where
         )
-    check_same(model, weights.rebuilt, where)
+    check_same(mine, weights.rebuilt, where)
     with torch.no_grad():
         for name, value in values.items():
             mine[name].copy_(value)

@@ -16,8 +16,9 @@ from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.job.settings import Job
 from raytrain_plus.parallel.sizing import share_of
 from raytrain_plus.task import Task
+from raytrain_plus.training.model.given_weights import fits
 from raytrain_plus.training.model.model import layer_names, model_without_values
-from raytrain_plus.training.model.rebuilt import fits, patterns_of
+from raytrain_plus.training.model.rebuilt import patterns_of
 from raytrain_plus.training.weights.masters import copy_bytes
 from raytrain_plus.training.weights.shardable import optimizer_bytes
 

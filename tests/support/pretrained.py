@@ -10,6 +10,10 @@ import pyarrow as pa
 import torch
 import transformers
 
+from raytrain_plus import Task
+from raytrain_plus.training.model.model import build_model
+from raytrain_plus.training.passes.task_loss import task_loss
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(28))]
 
 
@@ -97,3 +101,17 @@ def rows(kind: str, count: int = 8) -> pa.Table:
     if kind == "bert":
         return pa.table({"input_ids": ids, "labels": [[-100, *one[1:]] for one in ids]})
     return pa.table({"input_ids": ids})
+
+
+def trained(task: Task, table: pa.Table, steps: int = 20) -> tuple[Any, list[float]]:
+    """Return the model of a task after some steps with these rows, and the loss of each."""
+    model = build_model(task, 0, torch.device("cpu")).module
+    batch, losses = task.collate(table), []
+    optimizer = task.optimizer((name, value) for name, value in model.named_parameters() if value.requires_grad)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = task_loss(task, model, batch, table.num_rows).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return model, losses

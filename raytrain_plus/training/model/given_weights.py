@@ -39,6 +39,12 @@ def text_of_stars(pattern: str, name: str) -> tuple[str, ...] | None:
     return None if found is None else found.groups()
 
 
+def fits(name: str, patterns: Collection[str]) -> bool:
+    """Return whether one of these patterns fits a name."""
+    # There can be hundreds of both where most patterns are names.
+    return name in patterns or any("*" in one and text_of_stars(one, name) is not None for one in patterns)
+
+
 def name_in_files(name: str, names: Mapping[str, str]) -> str:
     """Return the name in the files of a weight of the model.
 
@@ -62,7 +68,7 @@ def tensors_read(
     """
     reads, lacking = dict[str, str](), list[str]()
     for one in wanted:
-        own = [name for name in one.names if not _is_new(name, files)]
+        own = [name for name in one.names if not fits(name, files.new)]
         found = next((to for name in own if (to := name_in_files(name, files.names)) in there), None)
         if found is not None:
             reads[one.names[0]] = found
@@ -156,7 +162,7 @@ class GivenWeights:
         for one, value in found:
             if (tensor := reads.get(one.names[0])) is not None:
                 self._check_shape(one.names[0], value.shape, tensor, shapes[tensor])
-        names = (name for one, _ in found for name in one.names if not _is_new(name, self._files))
+        names = (name for one, _ in found for name in one.names if not fits(name, self._files.new))
         taken = {name_in_files(name, self._files.names) for name in names}
         unused = [name for name in self._there if name not in taken]
         count = f"{len(unused):,} tensor{'s' * (len(unused) > 1)}"
@@ -185,10 +191,6 @@ class GivenWeights:
                 where=WHERE,
                 remedy="build the model with the sizes of the files, or name the weight in `new`",
             )
-
-
-def _is_new(name: str, files: WeightFiles) -> bool:
-    return any(text_of_stars(pattern, name) is not None for pattern in files.new)
 
 
 def _tensors_of(module: nn.Module, layer: str, tied: Mapping[str, str]) -> list[tuple[WantedTensor, torch.Tensor]]:

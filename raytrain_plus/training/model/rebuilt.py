@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
 
 from raytrain_plus.errors import InputError, TaskError, listed
-from raytrain_plus.membership.slice_names import whole_weight
 from raytrain_plus.state.named import bytes_of, dtype_name
 from raytrain_plus.task import Task
-from raytrain_plus.training.model.given_weights import text_of_stars
+from raytrain_plus.training.model.given_weights import fits
 
 WHERE = "Task.rebuilt"
 THREADS = 4
@@ -65,13 +64,10 @@ def check_rebuilt(task: Task, named: Iterable[tuple[str, nn.Parameter]]) -> None
             )
 
 
-def check_same(model: nn.Module, rebuilt: Mapping[str, str], where: str) -> None:
-    """Raise `InputError` if a model lacks a frozen weight that is known by its digest, or has other values of it."""
-    have = dict(model.named_parameters(remove_duplicate=False))
+def check_same(model: Mapping[str, torch.Tensor], rebuilt: Mapping[str, str], where: str) -> None:
+    """Raise `InputError` if a model, given by name, has other values of a frozen weight that is known by its digest."""
     for name, digest in rebuilt.items():
-        if name not in have:
-            raise InputError(f"the model has no weight '{name}', which its run has not saved", where=where)
-        if weight_sha256(have[name]) != digest:
+        if weight_sha256(model[name]) != digest:
             raise InputError(
                 f"the weight '{name}' of the model is not the one with which it was trained, and the run has not saved "
                 "that one",
@@ -79,18 +75,3 @@ def check_same(model: nn.Module, rebuilt: Mapping[str, str], where: str) -> None
                 expected=f"the values with the SHA-256 {digest[:16]}...",
                 remedy="build the model from the same files as the run did",
             )
-
-
-def as_whole(digests: Mapping[str, str]) -> dict[str, str]:
-    """Return the digests by the names of whole weights; slices of one have the same.
-
-    >>> as_whole({"block0@0.up.weight": "ab", "block0@1.up.weight": "ab"})
-    {'block0.up.weight': 'ab'}
-    """
-    return {whole_weight(name): digest for name, digest in digests.items()}
-
-
-def fits(name: str, patterns: Collection[str]) -> bool:
-    """Return whether one of these patterns fits a name."""
-    # Most patterns are names: there can be hundreds of both.
-    return name in patterns or any("*" in one and text_of_stars(one, name) is not None for one in patterns)

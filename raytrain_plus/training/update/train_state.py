@@ -111,10 +111,11 @@ class TrainState:
         """Names of values that are not finite from the beginning, such as a mask with infinities."""
         self.woken = False
         """Whether a layer, or the model, was built in evaluation mode throughout, and is trained in training mode."""
-        rebuilt: dict[str, str] = {}
+        self.digests: dict[str, str] = {}
+        """Of the frozen weights that are not saved, by their names in the model that is not cut."""
         self.parts = make_parts(
             task,
-            self._noted(built if rebuild is None else rebuild(), rebuilt),
+            self._noted(built if rebuild is None else rebuild()),
             summing,
             technique,
             seed=seed,
@@ -126,7 +127,7 @@ class TrainState:
         self.sums = self._sums(summing)
         """The sums of the step that is being computed, or is held."""
         frozen = [pair for part in self.parts for pair in part.parameters if not pair[1].requires_grad]
-        known = {name: rebuilt[whole_weight(name)] for name, _ in frozen if whole_weight(name) in rebuilt}
+        known = {name: self.digests[whole_weight(name)] for name, _ in frozen if whole_weight(name) in self.digests}
         self._rebuilt = {
             name: torch.frombuffer(bytearray.fromhex(one), dtype=torch.uint8) for name, one in known.items()
         }
@@ -466,14 +467,11 @@ class TrainState:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def _noted(self, built: Iterable[Built], rebuilt: dict[str, str]) -> Iterator[Built]:
-        """Yield the same, and note what is to be known of it before its weights lose their memory.
-
-        `rebuilt`: gets the digests of its weights that are not saved.
-        """
+    def _noted(self, built: Iterable[Built]) -> Iterator[Built]:
+        """Yield the same, and note what is to be known of it before its weights lose their memory."""
         for one in built:
             self.tied = one.tied
-            rebuilt |= one.rebuilt
+            self.digests |= one.rebuilt
             self.woken |= one.woken
             if self._rebuild is not None:
                 kinds = ("param",) if self.technique.decay is None else ("param", "ema")

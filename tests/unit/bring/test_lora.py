@@ -19,10 +19,9 @@ from raytrain_plus.runs.pretrained_folder import write_adapter, write_folder
 from raytrain_plus.state.holding import model_state
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
-from raytrain_plus.training.passes.task_loss import task_loss
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.model_part import Summing
-from tests.support.pretrained import bert, gpt2, llama, rows, saved, t5
+from tests.support.pretrained import bert, gpt2, llama, rows, saved, t5, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 
@@ -40,19 +39,6 @@ def adapted(folder: Path, kind: str, **args: Any) -> Any:
     return built(**{"folder": str(folder), "lora": lora, **args})
 
 
-def trained(task: Any, table: Any, steps: int = 30) -> tuple[Any, list[float]]:
-    model = build_model(task, 0, CPU).module
-    batch, losses = task.collate(table), []
-    optimizer = task.optimizer((name, value) for name, value in model.named_parameters() if value.requires_grad)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = task_loss(task, model, batch, 8).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model.eval(), losses
-
-
 def arguments(task: Any, kind: str) -> dict[str, Any]:
     batch = task.collate(rows(kind))
     return {name: value for name, value in batch.items() if name != "labels" or kind == "t5"}
@@ -61,11 +47,12 @@ def arguments(task: Any, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", TARGETS)
 def test_an_adapter_is_trained_and_exports_open(tmp_path: Path, kind: str) -> None:
     task = adapted(saved(tmp_path / "base", kind), kind)
-    model, losses = trained(task, rows(kind))
+    model, losses = trained(task, rows(kind), 30)
     assert losses[-1] < losses[0]
     assert {name for name, value in model.named_parameters() if value.requires_grad} == {
         name for name, _ in model.named_parameters() if "lora_" in name
     }
+    model.eval()
     given = arguments(task, kind)
     expected = model(**given).logits
     plain = MODELS[kind]().from_pretrained(tmp_path / "base").eval()
@@ -111,7 +98,7 @@ def test_a_new_head_is_trained_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_frozen_model_keeps_its_dtype_beside_a_float32_adapter(tmp_path: Path) -> None:
     task = adapted(saved(tmp_path, llama().bfloat16()), "llama")
-    model, losses = trained(task, rows("llama"))
+    model, losses = trained(task, rows("llama"), 30)
     assert losses[-1] < losses[0]
     kinds = {value.requires_grad: value.dtype for _, value in model.named_parameters()}
     assert kinds == {True: torch.float32, False: torch.bfloat16}
@@ -124,7 +111,7 @@ def adapted_gpt2() -> nn.Module:
 
 def test_a_function_may_return_a_model_with_an_adapter() -> None:
     task = built(build=f"{__name__}:adapted_gpt2")
-    _, losses = trained(task, rows("gpt2"))
+    _, losses = trained(task, rows("gpt2"), 30)
     assert losses[-1] < losses[0]
     state = TrainState(task, [build_model(task, 0, CPU)], Summing(2), seed=0)
     assert all("lora_" in str(key) for key in model_state(state.holding()) if str(key).startswith("param/"))
@@ -157,9 +144,9 @@ def test_a_model_without_an_adapter_has_none_to_write(tmp_path: Path) -> None:
 def test_a_tied_layer_with_an_adapter_is_merged_alone(tmp_path: Path, kind: str, targets: list[str]) -> None:
     base = llama(tie_word_embeddings=True) if kind == "tied" else gpt2()
     task = built(folder=str(saved(tmp_path / "base", base)), lora={"r": 4, "target_modules": targets})
-    model, _ = trained(task, rows("gpt2"))
+    model, _ = trained(task, rows("gpt2"), 30)
     ids = torch.tensor([[4, 5, 6]])
-    expected = model(input_ids=ids).logits
+    expected = model.eval()(input_ids=ids).logits
     write_folder(model, tmp_path / "merged", [])
     merged = type(base).from_pretrained(tmp_path / "merged").eval()
     assert torch.allclose(merged(input_ids=ids).logits, expected, atol=1e-5)
@@ -185,7 +172,7 @@ def test_a_new_head_over_a_bfloat16_model_is_float32_and_learns(tmp_path: Path) 
     folder = saved(tmp_path, bert("BertModel").bfloat16())
     task = adapted(folder, "bert", head="SequenceClassification", config={"num_labels": 3})
     table = rows("bert").drop_columns("labels").append_column("labels", [[0, 1, 2, 0, 1, 2, 0, 1]])
-    model, losses = trained(task, table)
+    model, losses = trained(task, table, 30)
     assert losses[-1] < losses[0] * 0.95
     kinds = {value.requires_grad: value.dtype for name, value in model.named_parameters() if "original" not in name}
     assert kinds == {True: torch.float32, False: torch.bfloat16}

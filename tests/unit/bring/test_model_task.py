@@ -18,7 +18,7 @@ from raytrain_plus.runs.pretrained_folder import write_folder
 from raytrain_plus.task import RunFacts
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
-from tests.support.pretrained import KINDS, bert, gpt2, rows, saved
+from tests.support.pretrained import KINDS, bert, gpt2, rows, saved, trained
 
 CPU = torch.device("cpu")
 
@@ -27,24 +27,11 @@ def built(folder: Path, **args: Any) -> Any:
     return build_task(Model, {"folder": str(folder), **args}, RunFacts(total_steps=10, batch_size=8))
 
 
-def trained(task: Any, kind: str, steps: int = 20) -> tuple[nn.Module, list[float]]:
-    model = build_model(task, 0, CPU).module
-    batch, losses = task.collate(rows(kind)), []
-    optimizer = task.optimizer(model.named_parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = task_loss(task, model, batch, 8).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_is_trained_and_written_as_a_folder_that_opens(tmp_path: Path, kind: str) -> None:
     folder = saved(tmp_path / "before", kind)
     task = built(folder, learning_rate=1e-2)
-    model, losses = trained(task, kind)
+    model, losses = trained(task, rows(kind))
     assert losses[-1] < losses[0] * 0.9
     write_folder(model, tmp_path / "after", [task.folder])
     opened = type(model).from_pretrained(tmp_path / "after")
