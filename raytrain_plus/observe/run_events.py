@@ -31,6 +31,8 @@ PERIOD_S = 2.0
 
 FIELDS: dict[str, tuple[str, ...]] = {
     "run_started": ("job", "versions", "address"),
+    "controller_started": ("pid", "node", "adopted"),
+    "requested": ("what",),
     "view_formed": ("members", "spares", "collective", "moved_bytes"),
     "step_committed": ("step", "epoch", "samples", "loss", "grad_norm", "seconds"),
     "worker_joined": ("worker", "pid", "node"),
@@ -56,13 +58,14 @@ _OPTIONAL = {
     "checkpoint_saved": frozenset({"checkpoint"}),
     "resumed": frozenset({"fresh_rates"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
+    "requested": frozenset({"minimum", "maximum", "spares"}),
 }
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
 
 `rows_skipped`: the number of rows that were left out because they cannot be used. `lr`: the learning rate with which
 the step was made; a list if the optimizer has several parameter groups. `gpus`: readings of the members' GPUs, as
 `gpu_use.GpuUse`, in one step every half a minute or so. `fresh_rates`: the optimizer's settings are those that the task
-makes, not those of the checkpoint.
+makes, not those of the checkpoint. A request is to `stop` or to `rescale`, to these numbers of workers.
 """
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -88,7 +91,11 @@ _SHAPES: dict[str, has.JsonShape] = {
     "versions": has.table_of(has.text),
     "address": has.text,
     "members": has.list_of(lambda member: _MEMBER(_renamed(member))),
-    "spares": has.list_of(has.text),
+    "spares": lambda value: (has.list_of(has.text) if isinstance(value, list) else has.whole(0))(value),
+    "adopted": has.list_of(has.text),
+    "what": has.text,
+    "minimum": has.whole(0),
+    "maximum": has.whole(0),
     "collective": has.text,
     "moved_bytes": has.whole(0),
     "repartitioned": has.truth,

@@ -12,6 +12,7 @@ from raytrain_plus.data.sources.source import Source
 from raytrain_plus.errors import RaytrainError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.membership.events import Lacks, Why
+from raytrain_plus.membership.group_state import Group
 from raytrain_plus.membership.mesh import Stage, hosted_slices
 from raytrain_plus.membership.pieces import Piece, Pieces
 from raytrain_plus.membership.slice_names import layer_of, slice_name
@@ -191,6 +192,22 @@ class Sent:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Charter:
+    """What a controller needs to know of a generation to adopt its members, beside what they tell it.
+
+    Each member keeps it, so that it is never older than its generation.
+    """
+
+    group: Group
+    """The group when it was told to form that generation."""
+    number: int
+    """The generation's number in events, ledger and checkpoints."""
+    first_step: int
+    partitions: Mapping[int, tuple[Chunks, ...]]
+    """For each number of stages, the layers of each stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """A member's part in one generation."""
 
@@ -215,6 +232,7 @@ class Assignment:
     share: ShareOf
     seat: int
     """Its seat in the group's shape."""
+    charter: Charter
     evaluated: int
     """The highest step whose evaluation was reported; -2 if none was."""
     owners: tuple[Pieces, ...] = ()
@@ -290,6 +308,30 @@ class Written:
     """Why there is no share; empty if there is one."""
     outage: Outage | None = None
     """The storage's error, if it did not take the share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdoptionReport:
+    """What a prepared worker tells a controller that adopts it."""
+
+    location: WorkerLocation
+    clock_s: float
+    """Unix seconds by its clock."""
+    ready: PreparedReport
+    charter: Charter | None
+    """Of the newest generation that it was called into; None if it was in none."""
+    joined: bool
+    """Whether it was in the worlds of that generation, with the state."""
+    inside: bool
+    """Whether it has not come out of that generation."""
+    outcome: Outcome
+    """How it came out of that, with what it holds now and no records; without meaning while it is inside."""
+    copies: Sequence[tuple[int, Stage]]
+    """The steps and stages of which it keeps copies."""
+    written: Written | None
+    """What it has reported of its share of a checkpoint whose end it has not heard of."""
+    records: Sequence[tuple[int, Record]]
+    """What it has reported, or would have, and no controller has confirmed; each with its generation's number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

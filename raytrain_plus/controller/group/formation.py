@@ -23,7 +23,7 @@ from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.view import View
-from raytrain_plus.workers.messages import Assignment, ShareOf
+from raytrain_plus.workers.messages import Assignment, Charter, ShareOf
 
 COLLECTIVE_S = 3600.0
 """Maximum seconds of a collective in a worker that hears nothing; otherwise the controller decides, and much sooner."""
@@ -127,12 +127,18 @@ class Formation:
         ring_of = {seat: [view.members[other].worker for other in line] for line in lines for seat in line}
         # The same for all, though a checkpoint may become complete at any moment.
         saved = self.best is not None and self.checkpoints.has(command.first_step - 1, self.best.metric)
+        charter = Charter(
+            group=self.machine.group,
+            number=number,
+            first_step=command.first_step,
+            partitions=self.partitions.chunks,
+        )
         for seat, member in enumerate(view.members):
             replica = replicas[seat] if replicas[seat].size > 1 else None
             own = tuple(one for one in sources.get(member.worker, ()) if one.worker == member.worker)
             owners = tuple(command.owners[name] for name in ring_of[seat]) if command.owners else ()
             given_here = gives[member.worker]
-            self._assign(command, seat, rings[seat], replica, given_here, shares[seat], own, owners, saved)
+            self._assign(command, seat, rings[seat], replica, given_here, shares[seat], own, owners, saved, charter)
             if member.worker in sources:
                 taken = tuple(given[source] for source in others[member.worker])
                 # A separate call, which ends: a reference lives as long as the call that received it.
@@ -209,6 +215,7 @@ class Formation:
         own: Sequence[DonorPart],
         owners: tuple[Pieces, ...],
         saved: bool,
+        charter: Charter,
     ) -> None:
         view, name = command.view, command.view.members[seat].worker
         assignment = Assignment(
@@ -228,6 +235,7 @@ class Formation:
             saved=saved,
             share=share,
             seat=seat,
+            charter=charter,
             owners=owners,
             incomplete=command.incomplete,
         )

@@ -95,6 +95,15 @@ class Partitions:
         return Layers(stage, partition[stage.number], stages, self._job.parallel.tensor)
 
     @property
+    def chunks(self) -> Mapping[int, tuple[Chunks, ...]]:
+        """For each number of stages, the layers of each stage."""
+        return self._partitions
+
+    def keep(self, chunks: Mapping[int, tuple[Chunks, ...]]) -> None:
+        """Keep these partitions, which an earlier controller has made."""
+        self._partitions = dict(chunks)
+
+    @property
     def slices(self) -> int:
         """The job's number of tensor slices."""
         return self._job.parallel.tensor

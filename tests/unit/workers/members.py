@@ -18,13 +18,15 @@ from raytrain_plus.data.reading.microbatches import StepBatches
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.job.data_settings import Data
 from raytrain_plus.job.settings import Job
+from raytrain_plus.membership.group_state import Group, Limits
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.parallel.pipeline.message import KNOWN
 from raytrain_plus.state.stages import REST
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange.thread_control import RowSpan
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Plan, PreparedReport, ShareOf
+from raytrain_plus.workers.messages import WHOLE, Assignment, Charter, Layers, Plan, PreparedReport, ShareOf
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.states.held_state import OwnState
 from raytrain_plus.workers.states.saver import Saver
@@ -36,6 +38,17 @@ from tests.support.exact_steps import SHARDS, batches, state_of
 
 SECOND = Stage(1, 2)
 SOLO = Invitation(generation=0, name="ring", rank=0, size=1, address="", server=("", 0), timeout_s=10)
+
+CHARTER = Charter(
+    group=Group(
+        limits=Limits(
+            sizes=SizeTable(minimum=1, maximum=1, shards=SHARDS), spares=0, steps=9, max_failures=None, expected=1
+        )
+    ),
+    number=12,
+    first_step=0,
+    partitions={},
+)
 
 
 class Feeds:
@@ -136,6 +149,7 @@ def assigned(**changes: Any) -> Assignment:
         copies=False,
         share=ShareOf(generation=12, writer=0, writers=1, holders={REST: (0,)}),
         seat=0,
+        charter=CHARTER,
         evaluated=-2,
     )
     return replace(assignment, **changes)
