@@ -11,8 +11,10 @@
     +-- RunError          the run failed: exit code 1
     |   +-- TrainingError the task failed or diverged while it trained (an exception, a loss that is not finite)
     |   +-- WorkerLost    a worker process died
+    |   +-- StaleController     a controller called a worker that a newer controller has taken over
     |   +-- WaitExpired   a wait timed out; says what for, and how long
     |   +-- StorageError  a storage failed; also an `OSError`, so it is handled as a full disk is
+    |   +-- StepsLost     workers train, but the record of steps is lost: resume the run from its folder
     |   +-- FolderGone    the run's folder was moved, removed or taken over: nothing more is written
     +-- Interrupted       a collective was left early because the group is changing
 
@@ -159,6 +161,10 @@ class WorkerLost(RunError):
     """A worker process died; the message names it and the cause."""
 
 
+class StaleController(RunError):
+    """A controller called a worker of which a newer controller has taken charge; the call had no effect."""
+
+
 class DeviceBroken(RunError):
     """A worker's device has failed, so that its process is of no use any more. `fault` says how.
 
@@ -183,6 +189,10 @@ class StorageError(OSError, RunError):
     def __init__(self, *args: object) -> None:
         # `OSError` is the first base, and stores the arguments itself.
         super().__init__(*(without_credentials(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class StepsLost(RunError):
+    """No living worker has the record of a committed step that the run's folder lacks."""
 
 
 class FolderGone(RunError):

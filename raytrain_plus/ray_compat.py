@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -25,6 +26,9 @@ SEEN = "2.60"
 
 DEATH = "A worker died or was killed while executing a task"
 """Start of the ten lines that Ray prints on the driver's terminal when a worker dies."""
+REPEATED = "Task Controller."
+"""Start of the line that Ray prints there when it repeats a call to an actor that it has started again."""
+SILENCED = f"{re.escape(DEATH)}|{re.escape(REPEATED)}"
 
 HEAD = "node:__internal_head__"
 """A resource that only a cluster's head node has."""
@@ -376,7 +380,7 @@ def silent_about_deaths() -> Iterator[None]:
 
     changed = _or_nothing(filters, "Ray prints ten lines of its own when a worker dies") or []
     for filter_ in changed:
-        filter_.skip_re = re.compile(re.escape(DEATH))
+        filter_.skip_re = re.compile(SILENCED)
     try:
         yield
     finally:
@@ -403,7 +407,7 @@ def plain_outside_terminals() -> Iterator[None]:
     changed = [] if chosen else _or_nothing(filters, "Ray shows a line that several workers print only once") or []
     # Not by Ray's own switch, which would also show its messages about deaths.
     for filter_, _ in changed:
-        filter_.allow_re = re.compile(f"^(?!.*{re.escape(DEATH)})", re.DOTALL)
+        filter_.allow_re = re.compile(f"^(?!.*({SILENCED}))", re.DOTALL)
     colour = "RAY_COLOR_PREFIX"
     plain = any(files) and colour not in os.environ
     if plain:
@@ -523,3 +527,33 @@ def _or_nothing(ask: Callable[[], T | None], consequence: str) -> T | None:
             "Ray %s lacks an interface of Ray %s (%s); as a result, %s", ray.__version__, SEEN, error, consequence
         )
         return None
+
+
+def started_again() -> bool:
+    """Return whether this actor had another process before, which has died."""
+    with warnings.catch_warnings():
+        # Ray warns of a property of its own that it uses here.
+        warnings.simplefilter("ignore")
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+
+
+def restarts() -> int:
+    """Return how often Ray has started this actor again."""
+
+    def found() -> int:
+        from ray._private.state import actors
+
+        return int(actors(ray.get_runtime_context().get_actor_id()).get("NumRestarts", 0))
+
+    return _or_nothing(found, "a controller that dies before its run begins is started again and again") or 0
+
+
+def starts_again(actor: Any) -> bool:
+    """Return whether Ray is about to start this actor again, because its process has died."""
+
+    def found() -> bool:
+        from ray._private.state import actors
+
+        return bool(actors(actor._actor_id.hex()).get("State") == "RESTARTING")
+
+    return bool(_or_nothing(found, "a run whose controller is being replaced counts as ended"))

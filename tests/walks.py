@@ -104,8 +104,14 @@ WALKS = {
             Step("raytrain run jobs/digits.yaml --set reduction=exact --fresh", r"digits finished: 30 steps"),
             Step("raytrain resume digits --set 'workers={min: 1}'", r"digits was already finished"),
             Step(
-                "raytrain verify jobs/digits.yaml --set reduction=exact --workers 1,2,4 --kill 1 --steps 200",
+                "raytrain verify jobs/digits.yaml --set reduction=exact --workers 1,2,4 --kill 1 --kill-controller 1 "
+                "--steps 200",
                 r"all runs gave the same bits and used every row once",
+            ),
+            Step(
+                "raytrain run jobs/digits.yaml --fresh --fault 'kill controller at=10'",
+                r"the controller was replaced",
+                also="--set epochs=40",
             ),
         ),
     ),

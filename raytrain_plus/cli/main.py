@@ -79,6 +79,14 @@ _quiet = click.option("-q", "--quiet", is_flag=True, help="Print only the summar
 @_fresh
 @_detach
 @_quiet
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="FAULT",
+    help="Kill a process on purpose, to see the run go on: 'kill controller at=WHEN' or 'kill worker at=WHEN', where "
+    "WHEN is join, recovery, checkpoint, end or a number of steps.",
+)
 @json_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
@@ -88,6 +96,7 @@ def run(
     fresh: bool,
     detach: bool,
     quiet: bool,
+    faults: Sequence[str],
     as_json: bool,
     arguments: Sequence[str],
 ) -> int | Answer:
@@ -101,7 +110,7 @@ def run(
       raytrain run train.py --set workers.max=3 -- --learning_rate 3e-5
     """
     if job.endswith(".py"):
-        return _script(job, overrides, address, arguments, refused=fresh or detach or quiet or as_json)
+        return _script(job, overrides, address, arguments, refused=fresh or detach or quiet or as_json or bool(faults))
     if arguments:
         raise click.UsageError("Only a script takes arguments of its own.")
     from raytrain_plus.job.yaml import load_job
@@ -111,9 +120,14 @@ def run(
     from raytrain_plus.launch.runner import start
 
     view = view_of(as_json, quiet)
+    if detach and faults:
+        raise click.UsageError("--fault needs a run that is attached: leave --detach out.")
     if detach:
         return _began(start(loaded, address=address, fresh=fresh, roots=roots), view, as_json)
-    result = run_job(loaded, address=address, fresh=fresh, view=view, quiet=as_json, roots=roots)
+    from raytrain_plus.launch.fault import read_fault
+
+    injected = [read_fault(fault) for fault in faults]
+    result = run_job(loaded, address=address, fresh=fresh, view=view, quiet=as_json, roots=roots, faults=injected)
     return ended(result, as_json)
 
 
@@ -409,23 +423,33 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bo
 @_set
 @click.option("--workers", default="1,2,4", show_default=True, help="Numbers of workers to compare.")
 @click.option("--kill", "kills", default=0, help="Workers to kill in each run with more than one worker.")
+@click.option("--kill-controller", "controllers", default=0, help="How often to kill the controller in each run.")
 @click.option("--steps", default=20, show_default=True, help="Steps to run.")
 @click.option("--address", help="Ray cluster to join. Default: RAY_ADDRESS, else a local Ray.")
 @json_option
 def verify(
-    job: str, overrides: Sequence[str], workers: str, kills: int, steps: int, address: str | None, as_json: bool
+    job: str,
+    overrides: Sequence[str],
+    workers: str,
+    kills: int,
+    controllers: int,
+    steps: int,
+    address: str | None,
+    as_json: bool,
 ) -> int | Answer:
     """Compare results bit by bit across numbers of workers. JOB: path of the job file.
 
-    It runs the first steps of the job on each number of workers; --kill also kills workers meanwhile.
+    It runs the first steps of the job on each number of workers; --kill also kills workers meanwhile, and
+    --kill-controller the controller.
     """
     from raytrain_plus.job.yaml import load_job
 
     loaded, roots = load_job(job, overrides)
     sizes = [int(size) for size in workers.split(",") if size.strip().isdecimal()]
-    if not sizes or len(sizes) != len(workers.split(",")) or kills < 0 or steps < 1:
+    if not sizes or len(sizes) != len(workers.split(",")) or min(kills, controllers) < 0 or steps < 1:
         raise click.UsageError(
-            "--workers takes integers separated by commas, --kill an integer of at least 0, --steps one of at least 1."
+            "--workers takes integers separated by commas, --kill and --kill-controller an integer of at least 0, "
+            "--steps one of at least 1."
         )
     from raytrain_plus.launch.verify import verify as verify_job
 
@@ -433,6 +457,7 @@ def verify(
         loaded,
         sizes,
         kills=kills,
+        controller_kills=controllers,
         steps=steps,
         address=address,
         roots=roots,

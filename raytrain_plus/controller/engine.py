@@ -7,10 +7,12 @@ looks for the references of a command finds the machine, which gives it, and the
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from raytrain_plus.controller.adopting import Adoption
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints, publisher_of
 from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.ending import Ending
@@ -31,16 +33,20 @@ from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run import Run, merged
 from raytrain_plus.controller.run_order import Closing, RunOrder
-from raytrain_plus.errors import RaytrainError, RunError
+from raytrain_plus.controller.succession import Succession
+from raytrain_plus.errors import RaytrainError, RunError, StaleController
 from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.trackers import check_installed
-from raytrain_plus.runs.folder import check_writable
+from raytrain_plus.runs.folder import check_writable, claimed_by
 from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import Probe, leave_probe
+
+HALT_S = 5.0
+"""Maximum seconds until what the controller does at a moment is done."""
 
 
 class Engine:
@@ -61,6 +67,9 @@ class Engine:
     ) -> None:
         """Wire the parts for the run of this order; `began`: Unix seconds at which Ray was available."""
         self._listeners = listeners
+        self._halting, self._halted = threading.Event(), threading.Event()
+        self._stale = False
+        """Whether a worker has refused this controller, because it obeys another one."""
         self._order, self._clock, self._host = order, clock, host
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = folder = Claimed(open_folder(order.plan.folder))
@@ -83,6 +92,7 @@ class Engine:
         self._monitor = monitor = Monitor(run, formation, members, losses, checkpoints, hand_over, nodes)
         self._arrivals = arrivals = Arrivals(run, losses, monitor)
         self._ending = ending = Ending(run, members, arrivals, hand_over, began)
+        self._adoption = Adoption(run, machine, formation, members, replication, checkpoints, restoring, listeners)
 
         self.handlers = merged(
             [
@@ -113,18 +123,26 @@ class Engine:
         """Whether the run was asked to stop."""
         return self.machine.group.stopping
 
-    def run(self) -> Closing:
-        """Run the job to its end. Input errors that only a worker can see are raised before a folder is made."""
+    def run(self, succession: Succession | None = None, begun: Callable[[], None] = lambda: None) -> Closing:
+        """Run the job to its end. Input errors that only a worker can see are raised before a folder is made.
+
+        `succession`: what it takes over; None if it begins with new workers. `begun` is called once the group is known.
+        """
         # On a cluster this may be another machine than the one that checked the job.
         check_installed(self._order.plan.job.trackers)
         place, name = split(self.run_folder.address)
         with leave_probe(check_writable(place), name) as probe:
             try:
-                self.begin(probe)
+                self.begin(probe) if succession is None else self.take_over(succession, probe)
+                begun()
                 while self.closing is None:
+                    if self._halting.is_set():
+                        self._halted.set()
+                        threading.Event().wait()
                     self.turn(TICK_S)
                 return self.closing
             except Exception as failure:
+                self._stale = isinstance(failure, StaleController)
                 self._fail(failure)
                 raise
             finally:
@@ -136,6 +154,18 @@ class Engine:
         self._nodes.start(self.loop.put)
         self.machine.begin()
         self._monitor.begin()
+
+    def take_over(self, left: Succession, probe: Probe | None) -> None:
+        """Go on with the workers that another controller has left; those on nodes that come later check the `probe`."""
+        self._arrivals.begin(probe)
+        self._nodes.start(self.loop.put)
+        self._adoption.adopt(left)
+        self._monitor.begin()
+
+    def halt(self) -> None:
+        """Do nothing more, for ever: this process ends. Called by another thread; returns when that is so."""
+        self._halting.set()
+        self._halted.wait(HALT_S)
 
     def turn(self, wait_s: float) -> None:
         """Handle all that is in the inbox, wait up to `wait_s` if that is nothing, and look at the clock once."""
@@ -158,9 +188,19 @@ class Engine:
         self._nodes.close()
         self._formation.close()
         self._exporter.close()
-        self._workers.shutdown()
+        if not self.replaced:
+            self._workers.shutdown()
         self._checkpoints.close()
         self.journal.close()
+
+    @property
+    def replaced(self) -> bool:
+        """Whether another process of this controller has taken over: the workers, and Ray's actor, are that one's."""
+        if self._stale:
+            return True
+        with contextlib.suppress(RunError, OSError):
+            self.journal.check_fence()
+        return self.journal.lost and claimed_by(self.run_folder) == self._host.name
 
     def _fail(self, failure: Exception) -> None:
         if self.journal.opened:

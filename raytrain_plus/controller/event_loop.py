@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from raytrain_plus.errors import DeviceBroken, RaytrainError, WorkerLost
+from raytrain_plus.errors import DeviceBroken, RaytrainError, StaleController, WorkerLost
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Group
+from raytrain_plus.workers.messages import AdoptionReport
 from raytrain_plus.workers.pool import answer
 
 TICK_S = 0.05
@@ -46,6 +47,7 @@ class WorkerGroup(Protocol):
     def __contains__(self, name: str) -> bool: ...
     def __iter__(self) -> Iterator[str]: ...
     def start(self, name: str) -> None: ...
+    def adopt(self, epoch: int, limit_s: float) -> Mapping[str, AdoptionReport]: ...
     def start_left_s(self, name: str) -> float: ...
     def lacks_room(self, name: str) -> bool: ...
     def restart(self, name: str) -> None: ...
@@ -90,6 +92,9 @@ class Host(Protocol):
     @property
     def actor(self) -> Any:
         """Its actor, for workers to call."""
+
+    def move(self) -> None:
+        """Have another process on another node take its place, if there is such a node; return at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +199,10 @@ class EventLoop:
         self._workers.restart(name)
         self._watch(name)
 
+    def adopt(self, name: str) -> None:
+        """Watch a worker that another controller has started; the loop hears `Died` if its process ends."""
+        self._watch(name)
+
     def _watch(self, name: str) -> None:
         self._workers.watch(name, lambda future: self.put(_Ended(name, future)))
 
@@ -246,6 +255,8 @@ class EventLoop:
             found = answer(message.future, message.worker)
         except WorkerLost:
             return
+        except StaleController:
+            raise
         except Exception as error:
             if message.failed is None or not isinstance(error, message.errors):
                 raise
@@ -259,6 +270,9 @@ class EventLoop:
             return
         try:
             answer(message.future, name)
+        except StaleController:
+            # The worker lives, and obeys another controller.
+            raise
         except RaytrainError as error:
             broken = error if isinstance(error, DeviceBroken) else None
             died = Died(name, str(error).removeprefix(f"{name} died: "), broken)

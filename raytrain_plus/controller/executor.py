@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership import state_machine
-from raytrain_plus.membership.group_state import Limits
+from raytrain_plus.membership.group_state import Group, Limits
 
 
 class Executor:
@@ -30,6 +30,10 @@ class Executor:
     def handles(self) -> Mapping[type[Any], Callable[[Any], None]]:
         """The requests that only the machine handles."""
         return {e.Rescale: self.feed}
+
+    def take_over(self, group: Group, commands: Sequence[e.Command]) -> None:
+        """Replace the group by one that another controller has left; `begin` carries out these commands."""
+        self.group, self._first = group, [*commands]
 
     def begin(self) -> None:
         """Carry out the first commands."""

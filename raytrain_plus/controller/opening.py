@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raytrain_plus.controller.event_loop import Host
 from raytrain_plus.controller.record.journal import Beginning
 from raytrain_plus.controller.record.listeners import Listeners
 from raytrain_plus.controller.record.run_record import RunRecord
+from raytrain_plus.controller.run import Run
 from raytrain_plus.controller.run_order import RunOrder
+from raytrain_plus.controller.succession import Succession
 from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import RunError, StorageError
-from raytrain_plus.job.task_loader import run_facts
 from raytrain_plus.observe.trackers.listened import CalledTask, Listened
 from raytrain_plus.runs.folder import TASK, claim
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
+from raytrain_plus.training.exchange.step_records import Record
 
 
 def open_run(
@@ -29,17 +31,47 @@ def open_run(
     `listeners` prepares those that hear of the run, on a node and for the controller's actor. Raises `RunError` if the
     storage does not take what a run begins with.
     """
-    plan = order.plan
     try:
-        fence = claim(run, fresh=order.fresh, claims=None if order.past is None else order.past.claims)
+        fence = claim(
+            run, fresh=order.fresh, claims=None if order.past is None else order.past.claims, controller=host.name
+        )
         run.hold(fence.claim)
-        dataset = {**plan.data.describe(), **({} if order.older else {READING: 2})}
-        beginning = Beginning(order.job_yaml, order.versions, dataset, host.cluster, host.name)
+        beginning = beginning_of(order, host)
         record.open(fence, beginning, listeners(listened_of(order, run), host.node, host.actor))
         source = {"sha256": order.task_sha256, "modules": dict(order.task_modules)}
         run.write(TASK, [json.dumps(source, indent=1).encode() + b"\n"])
     except StorageError as failure:
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure
+
+
+def continue_run(
+    left: Succession,
+    run: Run,
+    records: Mapping[str, Sequence[tuple[int, Record]]],
+    listeners: Callable[[Listened, str, Any], Listeners],
+) -> None:
+    """Go on with the record of a run that another controller has opened; `records`: see `RunRecord.adopt`.
+
+    `listeners`: see `open_run`. Raises `RunError` if the storage does not take it.
+    """
+    run.folder.hold(left.fence.claim)
+    try:
+        run.record.adopt(
+            left.fence,
+            beginning_of(run.order, run.host),
+            listeners(listened_of(run.order, run.folder), run.host.node, run.host.actor),
+            left.charter,
+            left.charter.group.seats,
+            records,
+        )
+    except StorageError as failure:
+        raise RunError(f"the run cannot go on in {run.folder.where}: {outage_of(failure, run.folder)}") from failure
+
+
+def beginning_of(order: RunOrder, host: Host) -> Beginning:
+    """Return what the run's folder says of its beginning."""
+    dataset = {**order.plan.data.describe(), **({} if order.older else {READING: 2})}
+    return Beginning(order.job_yaml, order.versions, dataset, host.cluster, host.name, host.node)
 
 
 def listened_of(order: RunOrder, run: Claimed) -> Listened:
@@ -50,7 +82,9 @@ def listened_of(order: RunOrder, run: Claimed) -> Listened:
         pickled_task=plan.pickled_task,
         roots=plan.roots,
         args=plan.job.args,
-        facts=run_facts(plan.job, plan.steps, plan.data.rows),
+        total_steps=plan.steps,
+        batch_size=plan.job.data.batch_size,
+        rows=plan.data.rows,
         checkpoints=run.inside(CHECKPOINTS).address,
     )
     return Listened(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytrain_plus.errors import RaytrainError
-from raytrain_plus.job.task_source import whole_digest
 from raytrain_plus.membership.sizes import SizeTable
 from raytrain_plus.result import Result
 from raytrain_plus.runs.history import Past
@@ -28,6 +27,8 @@ class RunOrder:
     """Whether a version began the run that read rows otherwise: see `READING`."""
     task_modules: Mapping[str, str]
     """The digests of the task's source, by module: see `job.task_source`."""
+    task_sha256: str | None = None
+    """One digest of the task's source."""
     callbacks: tuple[str, ...] = ()
     """The methods of the task that hear of the run, such as `on_step`; see `observe.trackers.callbacks`."""
     job_yaml: str
@@ -37,11 +38,6 @@ class RunOrder:
 
     Not in the actor's `runtime_env`, which Ray's dashboard shows.
     """
-
-    @property
-    def task_sha256(self) -> str | None:
-        """One digest of the task's source."""
-        return whole_digest(self.task_modules)
 
 
 @dataclass(frozen=True, slots=True)

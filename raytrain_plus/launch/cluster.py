@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import cloudpickle
 import psutil
 import ray
 from ray.exceptions import AuthenticationError, GetTimeoutError, RayError, RayTaskError, RuntimeEnvSetupError
@@ -48,6 +49,7 @@ from raytrain_plus.ray_compat import (
     silent_about_deaths,
     socket_of_our_own_ray,
     started_here,
+    starts_again,
     without_its_gcs,
 )
 from raytrain_plus.runs.process import this_process
@@ -55,13 +57,16 @@ from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import leave_probe
 from raytrain_plus.storage.size_text import size_text
+from raytrain_plus.workers.run_actors import NAMESPACE, clear
 
-NAMESPACE = "raytrain_plus"
-"""Ray namespace of the controllers. A controller's name is the run's name, a slash, and a unique suffix."""
 ANSWER_S = 2.0
 """Maximum seconds for a controller's answer; one that takes longer counts as dead."""
+TAKE_OVER_S = 30.0
+"""Maximum seconds for an answer of a controller that Ray starts again."""
 CALLS = 32
 """Calls that a controller serves concurrently, from its workers and its followers."""
+PIECE_BYTES = 80_000
+"""Maximum size of a pickled piece of an order: Ray keeps an argument with the call up to 100 kB."""
 LOOK_S = 60.0
 """Maximum seconds for the check of a machine: its first process may have to start and receive the code."""
 KNOCK_S = 5.0
@@ -279,8 +284,22 @@ def _warn_of_an_open_cluster() -> None:
             )
 
 
-def begin(order: RunOrder, began: float, *, detached: bool) -> tuple[Any, Any]:
-    """Start the controller of a run on this node; return its actor and the reference that is ready when it ends.
+class Begun(NamedTuple):
+    """A controller that has been started."""
+
+    name: str
+    """Of its actor."""
+    actor: Any
+    closing: Any
+    """The reference that is ready when it ends."""
+
+    def clear(self) -> None:
+        """End the run's workers: the controller is gone for good."""
+        clear(self.name)
+
+
+def begin(order: RunOrder, began: float, *, detached: bool) -> Begun:
+    """Start the controller of a run on this node.
 
     `began`: Unix seconds at which Ray was ready. If `detached`, the controller outlives this process and ends by
     itself. Otherwise it ends with this process, except that it completes a stop that was requested before. Raises
@@ -290,7 +309,9 @@ def begin(order: RunOrder, began: float, *, detached: bool) -> tuple[Any, Any]:
     limits = limits_of(job, order.plan.steps, order.sizes)
     for other in controllers_of(job.name):
         with contextlib.suppress(GetTimeoutError, RayError):
-            folder = ray.get(other.folder.remote(), timeout=ANSWER_S)
+            # One that Ray starts again answers once it has taken the run over.
+            limit_s = TAKE_OVER_S if starts_again(other) else ANSWER_S
+            folder = ray.get(other.folder.remote(), timeout=limit_s)
             if folder is not None:
                 raise InputError(
                     f"a run with this name is already running on this cluster (in {folder})",
@@ -300,27 +321,41 @@ def begin(order: RunOrder, began: float, *, detached: bool) -> tuple[Any, Any]:
     here = ray.get_runtime_context().get_node_id()
     _ask_machines(order, here)
     driver = None if detached else Driver(os.getpid(), this_process())
+    name = f"{job.name}/{secrets.token_hex(4)}"
     controller: Any = (
         ray.remote(Controller)
         .options(
-            name=f"{job.name}/{secrets.token_hex(4)}",
+            name=name,
             namespace=NAMESPACE,
             # Ray would end it with its driver, even while it saves the state of a stopped run.
             lifetime="detached" if detached or (driver and driver.identity) else None,
+            # Its workers train on meanwhile: see `controller.succession`.
+            max_restarts=-1,
+            max_task_retries=-1,
             num_cpus=0,
             max_concurrency=CALLS,
             # As in `workers.pool`: Ray's head need not record each report.
             enable_task_events=False,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False),
+            # On another node if this one is gone.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
-        .remote(order, limits, began, driver)
+        .remote(limits, began, driver, detached, *pieces_of(order))
     )
     try:
-        return controller, controller.run.remote(detached)
+        return Begun(name, controller, controller.run.remote())
     except BaseException:
         # Nothing else would end a detached controller.
         ray.kill(controller)
         raise
+
+
+def pieces_of(order: RunOrder) -> list[bytes]:
+    """Return an order as pickled pieces: Ray keeps arguments of this size with an actor, up to 10 MB of them in all.
+
+    Larger ones lie in the driver's memory, and without the driver Ray could not start the actor again.
+    """
+    pickled = cloudpickle.dumps(order)
+    return [pickled[start : start + PIECE_BYTES] for start in range(0, len(pickled), PIECE_BYTES)]
 
 
 def _ask_machines(order: RunOrder, here: str) -> None:

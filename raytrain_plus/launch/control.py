@@ -8,10 +8,11 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raytrain_plus.errors import InputError, RunError, first_line
-from raytrain_plus.launch.cluster import NAMESPACE, joined
+from raytrain_plus.launch.cluster import joined
 from raytrain_plus.launch.request import Request, StopRequest
 from raytrain_plus.runs.folder import held_at
 from raytrain_plus.storage.interface import Folder
+from raytrain_plus.workers.run_actors import NAMESPACE
 
 ANSWER_S = 10.0
 """Maximum seconds for a controller's answer."""

@@ -29,7 +29,9 @@ from raytrain_plus.workers.pool import cause_of_death
 FOLLOW_S = 0.25
 """Maximum seconds to wait for new events; it also bounds how long a signal waits to be handled."""
 ANSWER_S = 10.0
-"""Seconds without an answer after which the driver checks whether the controller's process still exists."""
+"""Maximum seconds for an answer of the controller."""
+REPLACED_S = 30.0
+"""Seconds without an answer after which a controller counts as gone, if its process has ended: no other has come."""
 CLOSING_S = 10.0
 """Maximum seconds from a run's last event to the end of its controller; then the result in the folder is used."""
 
@@ -42,28 +44,30 @@ def drive(
     Raises `RunError` if the controller died and left no result.
     """
     run = open_folder(order.plan.folder)
-    controller, closing_ref = begin(order, began, detached=detached)
-    followed = _Followed(controller, run)
+    begun = begin(order, began, detached=detached)
+    followed = _Followed(begun.actor, run)
     if view is not None:
         view.start(order.plan.job.name, order.plan.steps)
     try:
-        result = _follow(followed, closing_ref, view, signals)
+        result = _follow(followed, begun.closing, view, signals)
     except RayTaskError as error:
         raise error.cause from None
     except SystemExit:
         # A second SIGTERM: Ray raises `SystemExit` with an exit code of its own.
         raise SystemExit(signals.exit_code) from None
     except RayActorError as error:
+        begun.clear()
         ended = followed.result()
         if ended is None:
             raise _died(cause_of_death(error), run) from error
         result = ended
     finally:
         if not detached:
-            ray.kill(controller)
+            # A controller that has ended the run has ended its workers; others end when they notice.
+            ray.kill(begun.actor)
         elif signals.new():
             # Two signals came at once: the controller survives this process and has not received the request.
-            ray.wait([controller.stop.remote()], timeout=FOLLOW_S)
+            ray.wait([begun.actor.stop.remote()], timeout=FOLLOW_S)
         if view is not None:
             view.close()
         if signals.again:
@@ -107,6 +111,7 @@ class _Followed:
         self.steps = 0
         """Committed steps."""
         self._over_since = 0.0
+        self._answered = time.monotonic()
         self._gone = False
         """Whether the controller has ended and left a result."""
 
@@ -118,12 +123,14 @@ class _Followed:
         try:
             events: list[RunEvent] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
         except GetTimeoutError:
+            late = time.monotonic() - self._answered > REPLACED_S
             # Until this controller has taken the folder, the lease is an earlier controller's.
-            if self._begun and holder_lives(lease_document(self._run)) is False:
+            if late and self._begun and holder_lives(lease_document(self._run)) is False:
                 if self.result() is None:
                     raise _died("its process has ended", self._run) from None
                 self._gone = True
             return []
+        self._answered = time.monotonic()
         self._cursor += len(events)
         self._kinds |= {event["kind"] for event in events}
         for event in events:
@@ -182,14 +189,14 @@ def launch(order: RunOrder, began: float) -> None:
     The run survives this process. Raises the error that prevented the start.
     """
     run = open_folder(order.plan.folder)
-    controller, run_ref = begin(order, began, detached=True)
-    followed = _Followed(controller, run)
+    begun = begin(order, began, detached=True)
+    followed = _Followed(begun.actor, run)
     try:
         # No limit is needed here: every wait of the controller has one.
         while not followed.trains:
             followed.news(FOLLOW_S)
-            if ray.wait([run_ref], timeout=0)[0]:
-                ray.get(run_ref)
+            if ray.wait([begun.closing], timeout=0)[0]:
+                ray.get(begun.closing)
                 return
             ended = followed.result() if followed.late else None
             if ended is not None:
@@ -200,9 +207,11 @@ def launch(order: RunOrder, began: float) -> None:
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
+        begun.clear()
         raise _died(cause_of_death(error), run) from error
     except BaseException:
-        ray.kill(controller)
+        ray.kill(begun.actor)
+        begun.clear()
         raise
 
 

@@ -17,7 +17,7 @@ from raytrain_plus.install.horovod_usable import choose_collective, passed_over
 from raytrain_plus.job.settings import Job
 from raytrain_plus.job.task_loader import load_user_code
 from raytrain_plus.job.task_pickle import task_name, task_to_send
-from raytrain_plus.job.task_source import source_digests
+from raytrain_plus.job.task_source import source_digests, whole_digest
 from raytrain_plus.observe.trackers.callbacks import defined_callbacks
 from raytrain_plus.observe.trackers.trackers import check_installed, settings_for
 from raytrain_plus.parallel.sizing import size_table, unused_workers
@@ -30,7 +30,6 @@ from raytrain_plus.runs.resumption import (
     check_schedule,
     check_unharmed,
     refuse_another_task,
-    resumed_rules,
     warn_of_another_task,
 )
 from raytrain_plus.training.model.layer_names import layers_of
@@ -94,12 +93,13 @@ def order_of(
             held_out=held_out,
             collective=collective,
             folder=folder.address,
-            resumed=resumed_rules(past),
+            resumed=None if past is None else past.rules,
             fresh_rates=fresh_rates,
         ),
         past=past,
         older=older,
         task_modules=sources,
+        task_sha256=whole_digest(sources),
         sizes=sizes,
         callbacks=defined_callbacks(code.task),
         fresh=fresh,

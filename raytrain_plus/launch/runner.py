@@ -15,6 +15,7 @@ from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.background import begin_in_background
 from raytrain_plus.launch.cluster import connected
 from raytrain_plus.launch.driver import Signals, drive, launch
+from raytrain_plus.launch.fault import FaultInjection, InjectedFault
 from raytrain_plus.launch.handle import Handle
 from raytrain_plus.launch.preflight import order_of
 from raytrain_plus.observe.views.progress import ProgressView, SummaryView, view_for
@@ -35,6 +36,7 @@ def run(
     roots: Sequence[Path] = (),
     resumes: bool = False,
     fresh_rates: bool = False,
+    faults: Sequence[InjectedFault] = (),
 ) -> Result:
     """Run `job` until it ends and return its result; a failed run is a result too, with its error in words.
 
@@ -45,8 +47,8 @@ def run(
     `address`: the Ray cluster to join. An existing connection to Ray comes first; without `address` and RAY_ADDRESS a
     local Ray is started for this run. In a job that was submitted to a cluster, the run survives the end of this
     process. `fresh` moves an earlier run of this name aside. `view` receives all events, unless `quiet`. `roots` are
-    folders to import the task from, besides the working directory. Raises `InputError` if the job, its data or its
-    task is wrong, before any folder is made.
+    folders to import the task from, besides the working directory. `faults` are injected meanwhile. Raises `InputError`
+    if the job, its data or its task is wrong, before any folder is made.
     """
     view = None if quiet else view or view_for(sys.stdout)
     order = order_of(job, fresh=fresh, roots=roots, resumes=resumes, fresh_rates=fresh_rates)
@@ -66,7 +68,8 @@ def run(
         if log is not None and view is not None and shown:
             print(f"messages of Ray and Horovod go to {log}", file=sys.stderr)
         # Detached if submitted: Ray ends the driver a few seconds after a stop request, even if the state is not saved.
-        return drive(order, began, view, signals, detached=submitted)
+        with FaultInjection(open_folder(order.plan.folder), faults):
+            return drive(order, began, view, signals, detached=submitted)
 
 
 def _warn_of_a_copy(job: Job) -> None:

@@ -17,7 +17,7 @@ from raytrain_plus.data.prepare import check_preparable, prepare_data
 from raytrain_plus.errors import DamagedError, InputError, RunError
 from raytrain_plus.job.settings import Job
 from raytrain_plus.launch.cluster import connected
-from raytrain_plus.launch.fault import kill_process
+from raytrain_plus.launch.fault import LOOK_S, ProcessesOfRun, Who, kill_process
 from raytrain_plus.launch.runner import run
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.observe.run_progress import plural
@@ -28,8 +28,6 @@ from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
 
-LOOK_S = 0.01
-"""Seconds between two reads of a run's events."""
 TRIES = 3
 """Attempts per trial until all planned kills happen: if steps are short, a kill can come too late."""
 CULPRITS = (
@@ -42,6 +40,20 @@ CULPRITS = (
 
 
 @dataclass(frozen=True, slots=True)
+class Kills:
+    """How many processes are killed in a run."""
+
+    workers: int = 0
+    """In runs with more than one."""
+    controllers: int = 0
+
+    @property
+    def all(self) -> int:
+        """All of them."""
+        return self.workers + self.controllers
+
+
+@dataclass(frozen=True, slots=True)
 class ComparedRun:
     """One run of the first steps."""
 
@@ -50,9 +62,9 @@ class ComparedRun:
     to_form: int
     """Members that it should have had."""
     to_kill: int
-    """Workers that should be killed during the run."""
+    """Processes that should be killed during the run."""
     killed: int
-    """Workers that were killed before it ended."""
+    """Processes that were killed before it ended."""
     state_sha256: str
     losses: tuple[float, ...]
     metrics: dict[str, float]
@@ -117,6 +129,7 @@ def verify(
     sizes: Sequence[int],
     *,
     kills: int = 0,
+    controller_kills: int = 0,
     steps: int = 20,
     address: str | None = None,
     roots: Sequence[Path] = (),
@@ -124,9 +137,11 @@ def verify(
 ) -> Comparison:
     """Run the first `steps` steps of `job` on each number of workers in `sizes` and compare the results.
 
-    In each run with more than one worker, `kills` workers are killed. `tell` receives progress messages. Raises
-    `InputError` if the job cannot be verified, `RunError` if a run fails.
+    In each run with more than one worker, `kills` workers are killed; in each run, the controller `controller_kills`
+    times. `tell` receives progress messages. Raises `InputError` if the job cannot be verified, `RunError` if a run
+    fails.
     """
+    planned = Kills(kills, controller_kills)
     _check(job, sizes)
     largest = max(sizes)
     with (
@@ -139,7 +154,7 @@ def verify(
         for number, size in enumerate(sizes):
             tell(f"{size} worker{'s' * (size != 1)} ...")
             for again in range(TRIES):
-                trial = _trial(short, Path(folder), f"{number}-{again}", size, kills if size > 1 else 0, roots)
+                trial = _trial(short, Path(folder), f"{number}-{again}", size, _of_size(planned, size), roots)
                 if trial.killed == trial.to_kill:
                     break
                 more = "; retrying" if again < TRIES - 1 else ""
@@ -148,10 +163,15 @@ def verify(
         differs = ""
         for number, trial in enumerate(trials):
             if not _same(trials[0], trial):
-                pair = ((sizes[0], trials[0].to_kill), (sizes[number], trial.to_kill))
+                pair = (sizes[0], _of_size(planned, sizes[0])), (sizes[number], _of_size(planned, sizes[number]))
                 differs = _first_difference(short, Path(folder), trials[0], trial, pair, roots, tell)
                 break
     return Comparison(job.name, len(trials[0].losses), tuple(trials), differs)
+
+
+def _of_size(kills: Kills, size: int) -> Kills:
+    """Return the kills in a run with that many workers."""
+    return kills if size > 1 else replace(kills, workers=0)
 
 
 def _check(job: Job, sizes: Sequence[int]) -> None:
@@ -184,19 +204,19 @@ def _shortened(job: Job, steps: int, roots: Sequence[Path]) -> Job:
     return job if steps >= whole else replace(job, steps=steps, epochs=None)
 
 
-def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequence[Path]) -> ComparedRun:
+def _trial(job: Job, folder: Path, name: str, size: int, kills: Kills, roots: Sequence[Path]) -> ComparedRun:
     # With fewer workers than a model replica has stages, use fewer stages.
     stages = min(job.parallel.pipeline, size)
     sized = replace(
         job,
         name=name,
-        workers=replace(job.workers, min=1 if kills else size, max=size, spares=0),
+        workers=replace(job.workers, min=1 if kills.workers else size, max=size, spares=0),
         parallel=replace(job.parallel, pipeline=stages, partition=job.parallel.first_layers(stages)),
         storage=str(folder),
         trackers=(),
     )
     run_folder = LocalFolder(folder / name)
-    killer = _Killer(run_folder, kills, job.steps or 2 * kills)
+    killer = _Killer(run_folder, kills, job.steps or 2 * kills.all)
     with killer:
         result = run(sized, quiet=True, fresh=True, roots=roots)
     if result.status != "finished":
@@ -205,7 +225,7 @@ def _trial(job: Job, folder: Path, name: str, size: int, kills: int, roots: Sequ
     return ComparedRun(
         workers=_present(run_folder).most,
         to_form=size_table(sized).formed[size].size,
-        to_kill=kills,
+        to_kill=kills.all,
         killed=killer.killed,
         state_sha256=result.state_sha256,
         losses=tuple(event["loss"] for event in read_events(run_folder) if event["kind"] == "step_committed"),
@@ -225,7 +245,7 @@ def _first_difference(
     folder: Path,
     one: ComparedRun,
     other: ComparedRun,
-    pair: tuple[tuple[int, int], tuple[int, int]],
+    pair: tuple[tuple[int, Kills], tuple[int, Kills]],
     roots: Sequence[Path],
     tell: Callable[[str], None],
 ) -> str:
@@ -249,7 +269,7 @@ def _first_difference(
         cut = replace(job, steps=middle + 1, epochs=None)
         try:
             left, right = (
-                _trial(cut, folder, name, size, kills if middle else 0, roots)
+                _trial(cut, folder, name, size, kills if middle else Kills(), roots)
                 for name, (size, kills) in zip(names, pair, strict=True)
             )
             if left.state_sha256 == right.state_sha256:
@@ -291,13 +311,15 @@ def _kept(run: Folder, step: int) -> Manifest:
 
 
 class _Killer:
-    """Kill members of a run at randomly drawn steps, while it is open."""
+    """Kill members and controllers of a run at randomly drawn steps, while it is open."""
 
-    def __init__(self, run: Folder, kills: int, steps: int) -> None:
+    def __init__(self, run: Folder, kills: Kills, steps: int) -> None:
         self._run_folder = run
-        self._draw = random.Random(kills)
+        self._draw = random.Random(kills.workers)
+        workers: list[Who] = ["worker"] * kills.workers
+        controllers: list[Who] = ["controller"] * kills.controllers
         # In the first half, so that the run does not end before the last kill.
-        self._moments = sorted(self._draw.randrange(max(1, steps // 2)) for _ in range(kills))
+        self._moments = sorted((self._draw.randrange(max(1, steps // 2)), who) for who in (*workers, *controllers))
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
         self._error: BaseException | None = None
@@ -316,17 +338,18 @@ class _Killer:
 
     def _run(self) -> None:
         try:
-            for moment in self._moments:
+            for moment, who in self._moments:
                 while True:
                     if self._over.wait(LOOK_S):
                         return
                     now = _present(self._run_folder)
                     # Never kill two at once: one member that holds the state must survive.
-                    if now.whole and now.committed >= moment and len(now.members) > 1:
+                    able = now.controller if who == "controller" else len(now.members) > 1
+                    if now.whole and now.committed >= moment and able:
                         break
-                victim = self._draw.choice(now.members)
+                victim = now.controller if who == "controller" else self._draw.choice(now.members)
                 kill_process(victim["node"], victim["pid"])
-                while _present(self._run_folder).lost == now.lost:
+                while (now.lost, now.replaced) == _counts(self._run_folder):
                     if self._over.wait(LOOK_S):
                         return
                 self.killed += 1
@@ -334,28 +357,13 @@ class _Killer:
             self._error = error
 
 
-@dataclass
-class _Now:
-    """The state of a run according to its events."""
-
-    members: list[dict[str, Any]]
-    whole: bool = False
-    """Whether no worker was lost since the newest view was formed."""
-    committed: int = -1
-    lost: int = 0
-    most: int = 0
-    """Members of its largest view."""
+def _counts(run: Folder) -> tuple[int, int]:
+    now = _present(run)
+    return now.lost, now.replaced
 
 
-def _present(run: Folder) -> _Now:
-    now = _Now([])
+def _present(run: Folder) -> ProcessesOfRun:
+    now = ProcessesOfRun()
     for event in read_events(run):
-        if event["kind"] == "view_formed":
-            now.members, now.whole = event["members"], True
-            now.most = max(now.most, len(now.members))
-        elif event["kind"] == "worker_lost":
-            now.whole = False
-            now.lost += 1
-        elif event["kind"] == "step_committed":
-            now.committed = event["step"]
+        now.add(event)
     return now

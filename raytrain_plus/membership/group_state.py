@@ -286,6 +286,12 @@ def without(group: Group, name: str) -> Group:
     return replace(group, workers={other: worker for other, worker in group.workers.items() if other != name})
 
 
+def rescaled(group: Group, minimum: int, maximum: int, spares: int) -> Group:
+    """Return the group with other limits of its numbers of workers; nobody leaves or comes for that yet."""
+    sizes = replace(group.limits.sizes, minimum=minimum, maximum=maximum)
+    return replace(group, limits=replace(group.limits, sizes=sizes, spares=spares))
+
+
 def shape_for(group: Group, count: int) -> Shape | None:
     """Return the shape that `count` workers should form; None if they are too few.
 

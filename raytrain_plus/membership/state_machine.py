@@ -24,6 +24,7 @@ from raytrain_plus.membership.group_state import (
     newest_state,
     preparing,
     recallable,
+    rescaled,
     shape_for,
     suspects,
     unfinished,
@@ -757,8 +758,7 @@ def _rescale(group: Group, event: e.Rescale) -> Outcome:
 
 def _rescale_close(group: Group, event: e.Rescale) -> Outcome:
     """Change the limits only: nobody leaves any more, unless the group trains again."""
-    sizes = replace(group.limits.sizes, minimum=event.minimum, maximum=event.maximum)
-    return replace(group, limits=replace(group.limits, sizes=sizes, spares=event.spares)), []
+    return rescaled(group, event.minimum, event.maximum, event.spares), []
 
 
 def _rescale_gather(group: Group, event: e.Rescale) -> Outcome:
@@ -842,11 +842,11 @@ TABLE: Mapping[tuple[Phase, type[e.Event]], Rule] = {
     (_G, e.Joined): Rule(_nothing, (_G,)),
     (_G, e.Committed): Rule(_nothing, (_G,)),
     (_G, e.Left): Rule(_nothing, (_G,)),
-    (_G, e.Lost): Rule(_lost_gather, (_G, _J, _C, _E)),
+    (_G, e.Lost): Rule(_lost_gather, (_G, _J, _L, _C, _E)),
     (_G, e.Notice): Rule(_notice_gather, (_G, _J, _C, _E)),
     (_G, e.Rescale): Rule(_rescale_gather, (_G, _J, _C, _E)),
-    (_G, e.Stop): Rule(_stop_gather, (_C, _E)),
-    (_G, e.Late): Rule(_late_gather, (_G, _J, _C, _E)),
+    (_G, e.Stop): Rule(_stop_gather, (_L, _C, _E)),
+    (_G, e.Late): Rule(_late_gather, (_G, _J, _L, _C, _E)),
     (_G, e.Stuck): Rule(_nothing, (_G,)),
     (_G, e.Handed): Rule(_nothing, (_G,)),
     (_G, e.Saved): Rule(_saved_gather, (_G,)),

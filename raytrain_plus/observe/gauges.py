@@ -6,9 +6,9 @@ disappears when it is no longer set. The sums of workers only rise while they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.run_events import RunEvent
@@ -116,6 +116,11 @@ class Gauges:
             self._saved = event["seconds"], event["stall_s"]
         elif event["kind"] == "checkpoint_failed":
             self._failed += 1
+
+    def adopt(self, members: Sequence[Mapping[str, Any]], generation: int) -> None:
+        """Begin with these members, as `view_formed` has them; another controller has told that event."""
+        view = {"members": members, "spares": [], "collective": "", "moved_bytes": 0}
+        self.add({"kind": "view_formed", "generation": generation, **view})
 
     def worked(self, worker: str, record: _GaugeRecord) -> None:
         """Add a member's record of a step, committed or not: its time is spent in any case."""

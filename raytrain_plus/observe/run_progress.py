@@ -321,6 +321,8 @@ def event_text(event: RunEvent) -> str | None:
         return f"node {event['node'][:12]} will leave"
     if kind == "checkpoint_failed":
         return f"the checkpoint after step {event['step'] + 1} failed: {event['error']}"
+    if kind == "controller_started":
+        return _replaced(len(event["adopted"]))
     if kind == "noted":
         text: str = event["text"]
         return text
@@ -333,6 +335,12 @@ def event_text(event: RunEvent) -> str | None:
         rates = ", with the task's learning rates" if event.get("fresh_rates") else ""
         return _resumed(event["step"], event["checkpoint"]) + rates
     return None
+
+
+def _replaced(adopted: int) -> str | None:
+    """Return that a controller has taken over so many workers, if it has: the first one of a run finds none."""
+    train = "trains" if adopted == 1 else "train"
+    return f"the controller was replaced; {plural(adopted, 'worker')} {train} on" if adopted else None
 
 
 def _resumed(step: int, checkpoint: str | None) -> str:

@@ -206,15 +206,16 @@ def job_of(run: Folder, overrides: Sequence[str] = ()) -> Job:
     return read_job(text, where, split(run.address)[1], overrides)
 
 
-def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
+def claim(run: Folder, *, fresh: bool, claims: int | None, controller: str = "") -> Fence:
     """Take the folder for a run; with `fresh`, move an earlier run's folder aside.
 
-    `claims`: the number of controllers so far of a run that resumes; None for a new run. Raises `InputError` if another
+    `claims`: the number of controllers so far of a run that resumes; None for a new run. `controller`: the name of this
+    one. Raises `InputError` if another
     controller took the folder in the meantime.
     """
     files = run.files()
     if not files:
-        return Fence(run, 0)
+        return Fence(run, 0, controller)
     holder = _living(run)
     if holder is not None or not (fresh or claims is not None):
         raise InputError(
@@ -223,14 +224,14 @@ def claim(run: Folder, *, fresh: bool, claims: int | None) -> Fence:
             remedy="choose another name (--set name=...), or start this run again",
         )
     if not fresh and claims is not None:
-        return Fence(run, claims)
+        return Fence(run, claims, controller)
     newest = max(stat.time for stat in files.values())
     aside = f"{split(run.address)[1]}.{time.strftime('%Y%m%d-%H%M%S', time.gmtime(newest))}"
     for name in itertools.chain([aside], (f"{aside}.{number}" for number in itertools.count(2))):
         with contextlib.suppress(FileExistsError):
             run.move(name)
             break
-    return Fence(run, 0)
+    return Fence(run, 0, controller)
 
 
 class Fence:
@@ -239,14 +240,15 @@ class Fence:
     Only one controller can create the claim of a given number; a controller that finds a newer claim stops.
     """
 
-    def __init__(self, run: Folder, earlier: int) -> None:
-        """Create the next claim; `earlier` is the number of claims when the run's history was read.
+    def __init__(self, run: Folder, earlier: int, controller: str = "") -> None:
+        """Create the next claim, of that controller; `earlier` is the number of claims when the history was read.
 
         Raises `InputError` if another controller has claimed the run since.
         """
         self._run = run
         self._number = earlier + 1
         who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
+        who["controller"] = controller
         alone = run.exclusive and keeps_others_out(run.inside(CLAIMS))
         self.claim = Claim(_claim_of(self._number), json.dumps({**who, "exclusive": alone}).encode())
         if not run.create(self.claim.name, self.claim.content):
@@ -266,6 +268,11 @@ class Fence:
         if newest == self._number and self._run.read(self.claim.name) == self.claim.content:
             return None
         return self._holder()
+
+    @property
+    def number(self) -> int:
+        """The number of this claim: it rises with every controller of the run."""
+        return self._number
 
     @property
     def gone(self) -> bool:
@@ -302,6 +309,14 @@ def claims_of(run: Folder) -> int:
     """Return how many controllers have claimed the run."""
     names = [name.removeprefix(f"{CLAIMS}/").removesuffix(".json") for name in run.files(CLAIMS)]
     return max((int(name) for name in names if re.fullmatch("[0-9]{8}", name)), default=0)
+
+
+def claimed_by(run: Folder) -> str:
+    """Return the name of the newest controller that has claimed the run, dead or alive; empty if none has."""
+    try:
+        return str(read_object(run, _claim_of(claims_of(run)), "").get("controller", ""))
+    except (FileNotFoundError, InputError):
+        return ""
 
 
 def single_writer(run: Folder) -> bool:
@@ -402,9 +417,13 @@ def lost_holder(run: Folder) -> LostHolder | None:
 
 
 def holder_lives(document: bytes) -> bool | None:
-    """Return whether the process that a lease names lives; None if only time can tell."""
+    """Return whether the process that a lease names lives; None if only time can tell.
+
+    That is so for a moment after its death, too: another one may take its place.
+    """
     lease = _parsed(document)
-    return None if lease is None else _lives(lease)
+    found = None if lease is None else _lives(lease)
+    return None if found is False and lease is not None and _valid(lease) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,9 +439,9 @@ class Holder:
 
 
 def held_at(run: Folder) -> Holder | None:
-    """Return how to reach the folder's holder; None if nobody holds it."""
+    """Return how to reach the folder's holder, or the one that takes its place; None if nobody holds it."""
     lease = _parsed(_lease(run))
-    if lease is None or not _holds(lease):
+    if lease is None or not _valid(lease):
         return None
     return Holder(str(lease.get("address", "")), str(lease.get("controller", "")), bool(lease.get("token")))
 
@@ -451,7 +470,11 @@ def _parsed(document: bytes) -> dict[str, Any] | None:
 
 
 def _holds(lease: Mapping[str, Any]) -> bool:
-    return bool(time.time() - lease["time"] <= LEASE_S) and _lives(lease) is not False
+    return _valid(lease) and _lives(lease) is not False
+
+
+def _valid(lease: Mapping[str, Any]) -> bool:
+    return bool(time.time() - lease["time"] <= LEASE_S)
 
 
 def _lives(lease: Mapping[str, Any]) -> bool | None:

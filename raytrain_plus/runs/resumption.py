@@ -147,12 +147,6 @@ def warn_of_another_task(folder: Folder, sources: Mapping[str, str]) -> None:
         print(f"warning: the task's source has changed since this run was last started: {changed}", file=sys.stderr)
 
 
-def resumed_rules(past: Past | None) -> Mapping[str, Any] | None:
-    """Return the rules of the newest checkpoint: see `Plan.resumed`."""
-    manifest = None if past is None else next((one.manifest for one in past.found if one.manifest is not None), None)
-    return None if manifest is None else {"rules": manifest.tree.get("rules", {})}
-
-
 def check_schedule(folder: Folder, past: Past, steps: int) -> None:
     """Warn if a run is to make more steps than its schedule of learning rates is good for.
 

@@ -11,7 +11,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.observe.gpu_use import gpu_text
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command, saved_text
-from raytrain_plus.runs.folder import lease_holder, lost_holder, run_exists, runs_beside, single_writer
+from raytrain_plus.runs.folder import LEASE_S, lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.stored.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
@@ -199,6 +199,8 @@ def state_of(run: Folder) -> str:
         return result.status
     if lost is None:
         return "unfinished"
+    if lost.lives is False and lost.unresponsive_s <= LEASE_S:
+        return f"running (its controller, {lost.process}, died and is being replaced)"
     if lost.lives is False:
         return f"{DIED}: {lost.process})"
     expired = f"has not renewed its lease for {lost.unresponsive_s:.0f} s"

@@ -49,7 +49,7 @@ from raytrain_plus.training.step.window import OverlappingSteps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.workers.machine.device_fault import device_fault
 from raytrain_plus.workers.machine.gpu_meter import metered
-from raytrain_plus.workers.messages import Assignment, Outcome, Sent, Written
+from raytrain_plus.workers.messages import Outcome, Sent, Written
 from raytrain_plus.workers.preparation.data_check import check_data
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.preparation.profiled import profiling_of
@@ -58,6 +58,8 @@ from raytrain_plus.workers.reporter import Reporter, tell_written
 from raytrain_plus.workers.states.saver import Part
 from raytrain_plus.workers.states.state_receiver import ReceivedStates
 from raytrain_plus.workers.states.state_source import sha256_of
+from raytrain_plus.workers.stay import Stay
+from raytrain_plus.workers.unconfirmed import Unconfirmed
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
 _OfHost = TypeVar("_OfHost", TorchWorld, HorovodWorld)
@@ -74,14 +76,16 @@ class Generation:
         control: Control,
         received: ReceivedStates,
         controller: Any,
-        assignment: Assignment,
+        stay: Stay,
+        unconfirmed: Unconfirmed,
     ) -> None:
         self._worker = worker
         self._prepared = prepared
         self._control = control
         self._received = received
         self._controller = controller
-        self._assignment = assignment
+        self._stay = stay
+        self._assignment = assignment = stay.assignment
         number = assignment.generation
         self._steps: Steps | None = None
         """How it makes its steps, once it has joined."""
@@ -89,7 +93,11 @@ class Generation:
         """The step in which training has ended, if inside of one."""
         self._place: RowSpan | None = None
         """The rows that it then computed with, or read."""
-        self._reporter = Reporter(lambda records: controller.report.remote(worker, number, records))
+        # The reporter repeats it itself: Ray would show the user each call that it repeats.
+        report = controller.report.options(max_task_retries=0)
+        self._reporter = Reporter(
+            lambda records: report.remote(worker, number, records), unconfirmed, assignment.charter.number
+        )
         self._profiling = profiling_of(worker, prepared, assignment, self._reporter.tell)
 
     def run(self) -> Outcome:
@@ -138,6 +146,7 @@ class Generation:
             state = self._take_place()
             world, peers, form_s = self._join(state, stack)
             moved = self._take_state(state)
+            self._stay.joined = True
             self._controller.joined.remote(self._worker, assignment.generation, form_s, moved)
             # Called first, before the worlds are left.
             stack.callback(self._remember)

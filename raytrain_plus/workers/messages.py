@@ -326,8 +326,8 @@ class AdoptionReport:
     """Whether it has not come out of that generation."""
     outcome: Outcome
     """How it came out of that, with what it holds now and no records; without meaning while it is inside."""
-    copies: Sequence[tuple[int, Stage]]
-    """The steps and stages of which it keeps copies."""
+    copies: Sequence[tuple[int, Stage, int]]
+    """The steps and stages of which it keeps copies, each with the generation in which it was made."""
     written: Written | None
     """What it has reported of its share of a checkpoint whose end it has not heard of."""
     records: Sequence[tuple[int, Record]]

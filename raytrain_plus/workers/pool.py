@@ -1,4 +1,4 @@
-"""Manage the workers' Ray side: one placement group and one actor each, started and ended one by one.
+"""Manage the workers' Ray side: one placement group and one actor each, started, adopted and ended one by one.
 
 The place of a worker whose process died is kept for a moment: a standby on its node takes it, see `standby`.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +20,26 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorPlacementGroupRemoved, ActorUnavailableError, GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from raytrain_plus.errors import Interrupted, RunError, WorkerLost
+from raytrain_plus.errors import Interrupted, RunError, StaleController, WorkerLost
 from raytrain_plus.membership.timeouts import START_S
 from raytrain_plus.ray_compat import accelerator_resource
+from raytrain_plus.runs.process import this_process
+from raytrain_plus.workers.controller_watch import ControllerProcess
 from raytrain_plus.workers.imports import Imports
+from raytrain_plus.workers.messages import AdoptionReport
+from raytrain_plus.workers.run_actors import (
+    WORKERS,
+    NamedGroup,
+    actors_of,
+    clear,
+    end_actor,
+    name_in,
+    places_of,
+    remove,
+)
 from raytrain_plus.workers.standby import Standby, Standbys, nodes_with_standby
 from raytrain_plus.workers.worker_actor import WorkerActor
 
@@ -46,12 +57,15 @@ FREE_S = 5.0
 """Maximum seconds to wait at the end for Ray to remove placement groups; without its GCS each takes a minute."""
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True)
 class WorkerHandle:
     """One started worker."""
 
     actor: Any
-    group: PlacementGroup
+    place: NamedGroup
     standby: Standby | None = None
     """The standby that the process was before; None if it was started for this worker."""
     began: float = 0.0
@@ -67,24 +81,31 @@ class WorkerHandle:
 
 
 class Pool:
-    """The worker actors of one run.
+    """The worker actors of one run. They outlive this process, unless `shutdown` ends them.
 
     A worker that the cluster has no room for yet waits for it; that is also how an autoscaler learns of the demand.
     """
 
     def __init__(
         self,
+        run: str,
         cpus: float,
         gpus: float,
         imports: Imports | None,
         clock: Callable[[], float] = time.monotonic,
         accelerator: str | None = None,
+        epoch: int = 0,
     ) -> None:
         """Create an empty pool.
 
-        `cpus`, `gpus`: what each worker needs; `imports`: what standbys import, or None for a pool without standbys;
-        `clock`: seconds; `accelerator`: Ray's accelerator type that the node of each worker must have.
+        `run`: the name of the controller's actor; `cpus`, `gpus`: what each worker needs; `imports`: what standbys
+        import, or None for a pool without standbys; `clock`: seconds; `accelerator`: Ray's accelerator type that the
+        node of each worker must have; `epoch`: rises with each process of the controller.
         """
+        self._epoch = epoch
+        self._process = ControllerProcess(run, os.getpid(), this_process())
+        self._numbers = itertools.count()
+        """Of the actors that this process has started."""
         self._clock = clock
         self._keeps_standbys = imports is not None
         self._need = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
@@ -94,12 +115,10 @@ class Pool:
         """The node of each member."""
         self._vacant: dict[str, WorkerHandle] = {}
         """The places of workers whose processes died a moment ago."""
-        self._withheld: list[WorkerHandle] = []
-        """The places of devices that are not used any more."""
         self._freeing: list[threading.Thread] = []
         # Once: Ray keeps each class that is made remote for as long as the process lives.
         self._remote = ray.remote(WorkerActor)
-        self._standbys = Standbys(self._start_standby, _kill, imports or Imports(), clock)
+        self._standbys = Standbys(self._start_standby, end_actor, imports or Imports(), clock)
 
     @property
     def need(self) -> str:
@@ -112,17 +131,41 @@ class Pool:
     def start(self, name: str) -> None:
         """Start a worker; it comes up on its own. Raises `RunError` if Ray's GCS does not answer within a minute."""
         if not self._vacant:
-            self._handles[name] = self._started(self._new_group(name), name)
+            self._handles[name] = self._started(self._new_place(name), name)
             return
         dead = max(self._vacant, key=lambda one: self._standbys.waits(self._nodes[one]))
-        group, node = self._vacant.pop(dead).group, self._nodes.pop(dead)
+        place, node = self._vacant.pop(dead).place, self._nodes.pop(dead)
         standby = self._standbys.take(node)
         if standby is None:
-            self._handles[name] = self._started(group, name)
+            self._handles[name] = self._started(place, name)
             self._handles[name].placed = True
         else:
-            self._handles[name] = WorkerHandle(standby.actor, group, standby, self._clock(), placed=True)
-            standby.actor.become.remote(name)
+            self._handles[name] = WorkerHandle(standby.actor, place, standby, self._clock(), placed=True)
+            standby.actor.become.remote(name, place.name)
+
+    def adopt(self, epoch: int, limit_s: float) -> dict[str, AdoptionReport]:
+        """Take over the workers that an earlier process of the controller has left, and return what each says.
+
+        `epoch`: of the calls from now on. Ends all that are not prepared, and those that do not answer within
+        `limit_s`. Raises `StaleController` if a newer process has taken them over.
+        """
+        self._epoch = epoch
+        found = actors_of(self._process.run)
+        asked = {name: actor.standing.remote(epoch, self._process) for name, actor in found.items()}
+        done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+        standing = {name: _standing(asked[name]) for name in found if asked[name] in done}
+        places, taken = {place.name: place for place in places_of(self._process.run)}, {}
+        for name, actor in found.items():
+            held, report = standing.get(name) or ("", None)
+            if report is None or held not in places:
+                end_actor(actor)
+                continue
+            taken[report.location.worker] = report
+            place = places.pop(held)
+            self._handles[report.location.worker] = WorkerHandle(actor, place, began=self._clock(), placed=True)
+        for place in places.values():
+            self._free(place)
+        return taken
 
     def start_left_s(self, name: str) -> float:
         """Return for how many seconds the start of a worker may still last; 0 or less if it is to be restarted."""
@@ -131,7 +174,7 @@ class Pool:
             if handle.room is None or not handle.room.done() or not handle.room.result():
                 if handle.room is None or handle.room.done():
                     handle.refused = handle.room is not None
-                    handle.room = _asked_for_room(handle.group)
+                    handle.room = _asked_for_room(handle.place.group)
                 return LOOK_S
             handle.placed, handle.began = True, now
         left_s = handle.began + START_S * 2.0**handle.tries - now
@@ -146,9 +189,9 @@ class Pool:
         """Start a new process in the place of one that has not come up as a worker, and end that one."""
         before = self._handles[name]
         # First, so that the end of the other process is not taken for the worker's.
-        new = self._handles[name] = self._started(before.group, name)
+        new = self._handles[name] = self._started(before.place, name)
         new.placed, new.tries = True, before.tries + (before.standby is None)
-        _kill(before.actor)
+        end_actor(before.actor)
 
     def stand_by(self, nodes: Mapping[str, str]) -> None:
         """Keep standbys for these members, given the node of each: see `nodes_with_standby`.
@@ -157,34 +200,48 @@ class Pool:
         """
         self._nodes = {**{name: self._nodes[name] for name in self._vacant}, **nodes}
         if self._keeps_standbys and "GPU" not in self._need:
-            self._standbys.keep(nodes_with_standby(nodes))
+            try:
+                self._standbys.keep(nodes_with_standby(nodes))
+            except RunError as error:
+                log.warning("the run goes on without standbys: %s", error)
 
-    def _new_group(self, name: str) -> PlacementGroup:
-        try:
-            bundle = {**self._need, **accelerator_resource(self._accelerator)} or {"CPU": 0.001}
-            group: PlacementGroup = placement_group([bundle], strategy="PACK")
-        except GetTimeoutError:
-            raise RunError(
-                f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy"
-            ) from None
-        return group
+    def _new_place(self, name: str) -> NamedGroup:
+        bundle = {**self._need, **accelerator_resource(self._accelerator)} or {"CPU": 0.001}
+        # Ray may still know what an earlier process has removed.
+        place = name_in(self._process.run, f"{name}#{self._epoch}")
+        with _starting(name):
+            return NamedGroup(place, placement_group([bundle], strategy="PACK", name=place, lifetime="detached"))
 
-    def _started(self, group: PlacementGroup, name: str) -> WorkerHandle:
-        actor = self._options(
-            num_cpus=self._need.get("CPU", 0),
-            num_gpus=self._need.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0),
-        ).remote(name)
-        return WorkerHandle(actor, group, began=self._clock())
+    def _started(self, place: NamedGroup, name: str) -> WorkerHandle:
+        with _starting(name):
+            actor = self._options(
+                name,
+                num_cpus=self._need.get("CPU", 0),
+                num_gpus=self._need.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(place.group, 0),
+            ).remote(self._process, name, place.name)
+        return WorkerHandle(actor, place, began=self._clock())
 
-    def _start_standby(self, node: str) -> Any:
+    def _start_standby(self, node: str) -> tuple[Any, Future[Any]]:
         # It takes the worker's CPUs with its place.
-        options = self._options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-        return options.remote(cpus=self._need.get("CPU", 0))
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        with _starting("a standby"):
+            actor = self._options(f"standby-{next(self._numbers)}", num_cpus=0, scheduling_strategy=strategy).remote(
+                self._process, cpus=self._need.get("CPU", 0)
+            )
+        return actor, actor.live.remote(self._epoch).future()
 
-    def _options(self, **options: Any) -> Any:
-        # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
-        return self._remote.options(max_restarts=0, max_concurrency=CALLS, enable_task_events=False, **options)
+    def _options(self, name: str, **options: Any) -> Any:
+        return self._remote.options(
+            name=name_in(self._process.run, f"{name}#{self._epoch}.{next(self._numbers)}"),
+            namespace=WORKERS,
+            lifetime="detached",
+            max_restarts=0,
+            max_concurrency=CALLS,
+            # Otherwise Ray's head keeps a record of each call, up to 100,000 of them: 5 MB a minute of pulses.
+            enable_task_events=False,
+            **options,
+        )
 
     def __contains__(self, name: str) -> bool:
         return name in self._handles
@@ -198,7 +255,7 @@ class Pool:
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
         """Start a worker's method and return the reference of its answer."""
-        return self._handles[name].actor.call.remote(method, *arguments)
+        return self._handles[name].actor.call.remote(self._epoch, method, *arguments)
 
     def ask(self, name: str, answered: Callable[[Future[Any]], None], method: str, *arguments: Any) -> None:
         """Start a worker's method; `answered` gets its answer's future, on one of Ray's threads, when it is there."""
@@ -232,11 +289,11 @@ class Pool:
                 return
             # A broken connection may come back, and then the process was never gone.
             if isinstance(future.exception(), ActorUnavailableError):
-                handle.actor.live.remote().future().add_done_callback(told)
+                handle.actor.live.remote(self._epoch).future().add_done_callback(told)
             else:
                 died(future)
 
-        handle.actor.live.remote().future().add_done_callback(told)
+        handle.actor.live.remote(self._epoch).future().add_done_callback(told)
 
     def end(self, name: str, *, vacate: bool = False, withhold: bool = False) -> None:
         """End a worker, whatever it does, and free its place; with `vacate`, keep the place for the next one.
@@ -245,40 +302,36 @@ class Pool:
         idle until the pool is shut down: Ray chooses devices, and would give this one to the next worker.
         """
         handle = self._handles.pop(name)
-        _kill(handle.actor)
+        end_actor(handle.actor)
         if withhold:
             self._nodes.pop(name, None)
-            self._withheld.append(handle)
         elif vacate and name in self._nodes and self._standbys.waits(self._nodes[name]):
             self._vacant[name] = handle
             # The answer is there when the others have formed their group.
             self._standbys.ask(self._nodes[name])
         else:
             self._nodes.pop(name, None)
-            self._free(handle)
+            self._free(handle.place)
 
     def release(self, name: str) -> None:
         """Free the place of a worker that has ended, unless another has taken it."""
         if name in self._vacant:
             self._nodes.pop(name)
-            self._free(self._vacant.pop(name))
+            self._free(self._vacant.pop(name).place)
 
     def shutdown(self) -> None:
-        """End all standbys and workers; wait at most `FREE_S` until Ray has removed their placement groups."""
+        """End all of the run; wait at most `FREE_S` until Ray has removed the placement groups."""
         self._standbys.close()
         for name in self:
             self.end(name)
-        for name in tuple(self._vacant):
-            self.release(name)
-        while self._withheld:
-            self._free(self._withheld.pop())
+        # Also what this process has not started, or has forgotten.
+        self._freeing.append(_background("clear", clear, self._process.run))
         until = time.monotonic() + FREE_S
         for thread in self._freeing:
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _free(self, handle: WorkerHandle) -> None:
-        # Without Ray's GCS this takes a minute, during which nobody else may be blocked.
-        self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(handle.group)]
+    def _free(self, place: NamedGroup) -> None:
+        self._freeing = [*(thread for thread in self._freeing if thread.is_alive()), _freed(place)]
 
 
 def _asked_for_room(group: PlacementGroup) -> Future[bool]:
@@ -298,21 +351,42 @@ def _asked_for_room(group: PlacementGroup) -> Future[bool]:
     return answer
 
 
-def _kill(actor: Any) -> None:
-    # A process that is gone already, with its node perhaps, cannot be ended.
-    with contextlib.suppress(RayError):
-        ray.kill(actor)
+@contextlib.contextmanager
+def _starting(name: str) -> Iterator[None]:
+    """Raise `RunError` if Ray's GCS does not answer within a minute."""
+    try:
+        yield
+    except GetTimeoutError:
+        raise RunError(f"Ray's GCS does not answer, so {name} cannot be started: the head is gone, or busy") from None
 
 
-def _freed(group: PlacementGroup) -> threading.Thread:
+def _standing(reference: Any) -> tuple[str, AdoptionReport] | None:
+    """Return a worker's answer to `standing`; None if it is gone, or cannot answer."""
+    try:
+        found: tuple[str, AdoptionReport] | None = ray.get(reference)
+        return found
+    except RayTaskError as error:
+        if isinstance(error.cause, StaleController):
+            raise error.cause from None
+        log.warning("a worker cannot be adopted", exc_info=error)
+    except RayError:
+        pass
+    return None
+
+
+def _freed(place: NamedGroup) -> threading.Thread:
     """Start a thread that frees a placement group."""
+    return _background("free a place", remove, place)
 
-    def free() -> None:
-        with contextlib.suppress(RayError):
-            remove_placement_group(group)
+
+def _background(name: str, work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Start a thread that does some work with Ray's GCS: without that it takes a minute, and nobody may be blocked."""
+
+    def run() -> None:
+        work(*arguments)
         _return_memory()
 
-    thread = threading.Thread(target=free, name="free a place", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return thread
 

@@ -11,10 +11,11 @@ from types import TracebackType
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.workers.messages import Written
+from raytrain_plus.workers.unconfirmed import Unconfirmed
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +28,24 @@ TELL_TRIES = 3
 
 
 class Reporter:
-    """Collects the records given to `tell` and sends them with `send`.
+    """Collects the records of one generation that are given to `tell`, and sends them with `send`.
 
-    `send` starts a Ray call and returns its reference.
+    `send` starts a Ray call and returns its reference. The call answers with the highest step that is durable; None if
+    all is.
     """
 
-    def __init__(self, send: Callable[[Sequence[Any]], Any]) -> None:
+    def __init__(self, send: Callable[[Sequence[Any]], Any], unconfirmed: Unconfirmed, number: int) -> None:
+        """Prepare to send the records of the generation with that number in events; `unconfirmed` keeps them."""
         self._send = send
+        self._unconfirmed = unconfirmed
+        self._number = number
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._kept: list[Any] = []
+        self._batch: list[Any] = []
+        """What was sent, and is not known to have arrived."""
+        self._call: Any = None
+        """Ray's reference of the call that sends it; None if it must be sent again."""
+        self._disturbed = False
+        """Whether the log says that reports do not arrive."""
         self._wake = threading.Event()
         self._ending = False
         self._error: Exception | None = None
@@ -67,13 +77,18 @@ class Reporter:
 
     def rest(self) -> list[Any]:
         """Return the records that were not sent, or not certainly. Call this when the thread has ended."""
-        return [*self._kept, *self._waiting()]
+        self._keep()
+        found = list(self._batch)
+        while batch := self._unconfirmed.next(self._number):
+            found += batch
+        return found
 
-    def _waiting(self) -> list[Any]:
+    def _keep(self) -> None:
+        """Keep what is queued until it is confirmed."""
         records: list[Any] = []
         while not self._queue.empty():
             records.append(self._queue.get_nowait())
-        return records
+        self._unconfirmed.add(self._number, records)
 
     def _run(self) -> None:
         while True:
@@ -81,21 +96,45 @@ class Reporter:
             self._wake.clear()
             if self._ending:
                 return
-            self._kept += self._waiting()
-            if not self._kept:
-                continue
             try:
+                self._keep()
                 # One batch at a time: the next waits until the controller has taken this one.
-                ray.get(self._send(self._kept), timeout=FLUSH_S)
-                self._kept = []
-            except RayError:
-                # Sent again with later records; duplicates change nothing in the controller.
-                log.warning("a report did not reach the controller; trying again", exc_info=True)
+                while self._batch or self._next():
+                    if not self._arrived():
+                        break
+            except ActorDiedError:
+                # Nobody takes reports any more; this process ends soon.
+                return
             except Exception as error:
                 # The training thread raises it at the next boundary.
                 log.exception("a report cannot be sent")
                 self._error = error
                 return
+
+    def _next(self) -> bool:
+        self._batch = self._unconfirmed.next(self._number)
+        return bool(self._batch)
+
+    def _arrived(self) -> bool:
+        """Send the batch, unless it is on its way; return whether the controller has it."""
+        if self._call is None:
+            self._call = self._send(self._batch)
+        try:
+            durable = ray.get(self._call, timeout=FLUSH_S)
+        except ActorDiedError:
+            raise
+        except RayError as error:
+            # A call that is late may still arrive. Another one is sent again; duplicates change nothing in the
+            # controller.
+            if not isinstance(error, GetTimeoutError):
+                self._call = None
+            if not self._disturbed:
+                self._disturbed = True
+                log.warning("a report did not reach the controller; trying until it does", exc_info=True)
+            return False
+        self._unconfirmed.confirm(durable)
+        self._batch, self._call, self._disturbed = [], None, False
+        return True
 
 
 def tell_written(controller: Any, written: Written) -> None:

@@ -63,12 +63,16 @@ class Standbys:
 
     def __init__(
         self,
-        start: Callable[[str], Any],
+        start: Callable[[str], tuple[Any, Future[Any]]],
         end: Callable[[Any], None],
         imports: Imports,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin without standbys. `start` starts the actor of one on a node, `end` ends it; `clock`: seconds."""
+        """Begin without standbys.
+
+        `start` starts one on a node, and returns its actor and what is done once its process is gone. `end` ends it.
+        `clock`: seconds.
+        """
         self._start, self._end, self._imports, self._clock = start, end, imports, clock
         self._on: dict[str, Standby] = {}
 
@@ -80,9 +84,9 @@ class Standbys:
                 self._end(standby.actor)
         for node in nodes:
             if node not in self._on:
-                actor = self._start(node)
+                actor, live = self._start(node)
                 loaded = actor.load.remote(self._imports).future()
-                self._on[node] = Standby(actor, actor.live.remote().future(), loaded, self._clock())
+                self._on[node] = Standby(actor, live, loaded, self._clock())
 
     def waits(self, node: str) -> bool:
         """Return whether a usable standby waits on that node; it may still be importing, or owe an answer."""

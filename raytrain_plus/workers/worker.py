@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import ray
 import torch
 
 from raytrain_plus.collective.interrupt import close_connections
-from raytrain_plus.errors import DataChanged, DeviceBroken, RaytrainError
+from raytrain_plus.errors import DataChanged, DeviceBroken, Interrupted, RaytrainError
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
@@ -32,6 +33,7 @@ from raytrain_plus.workers.generation import Generation
 from raytrain_plus.workers.machine.device_fault import Brokenness, device_fault, device_name
 from raytrain_plus.workers.machine.notices import hear_notices
 from raytrain_plus.workers.messages import (
+    AdoptionReport,
     Assignment,
     Buddy,
     Layers,
@@ -46,6 +48,8 @@ from raytrain_plus.workers.preparation.show import show_model
 from raytrain_plus.workers.preparation.task_error import as_training_error
 from raytrain_plus.workers.restored import restore
 from raytrain_plus.workers.states.state_receiver import ReceivedStates
+from raytrain_plus.workers.stay import Addresses, Stay
+from raytrain_plus.workers.unconfirmed import Unconfirmed
 from raytrain_plus.workers.warm_up import warm_up
 
 T = TypeVar("T")
@@ -81,8 +85,22 @@ class Worker:
         self._received = ReceivedStates(self._control, store)
         self._preparation: Prepared | None = None
         """None until `prepare` has ended."""
+        self._ready: PreparedReport | None = None
+        self._stay: Stay | None = None
+        """The newest generation that it was called into."""
+        self._last: Outcome | None = None
+        """How it came out of that, and what it has done since."""
+        self._unconfirmed = Unconfirmed()
+        self._lock = threading.Lock()
+        self._changing = 0
+        """The number of calls that may change the state, beside `serve`."""
         self._aside = False
         """The training thread may be in a step that is never applied, and this worker only provides its state."""
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds for which it waits for a controller; None before it is prepared."""
+        return None if self._preparation is None else self._preparation.plan.job.elastic.wait_s
 
     def location(self) -> WorkerLocation:
         """Return the name, process, node and address of this worker."""
@@ -109,12 +127,47 @@ class Worker:
 
         ready = self._do(made)
         self._listen()
+        self._ready = ready
         return ready
+
+    def standing(self) -> AdoptionReport | None:
+        """Return what a controller that adopts it must know; None if it is not prepared. Waits for nothing."""
+        if self._ready is None:
+            return None
+        prepared, stay = self._prepared, self._stay
+        # Before its outcome is looked at, so that this is never older.
+        inside = stay is not None and not stay.out.done() and not self._aside
+        last = self._last
+        return AdoptionReport(
+            location=self.location(),
+            clock_s=self.clock(),
+            ready=self._ready,
+            charter=None if stay is None else stay.assignment.charter,
+            joined=stay is not None and stay.joined,
+            inside=inside,
+            outcome=Outcome(holds=None, why="interrupted") if inside else self._as_now(last),
+            copies=prepared.copier.copies(),
+            written=prepared.saver.written,
+            records=self._unconfirmed.all(),
+        )
+
+    def rejoin(self, generation: int) -> Outcome:
+        """Wait for the end of a generation that another controller has formed; return as `serve` does."""
+        stay = self._stay
+        if stay is None or stay.assignment.generation != generation:
+            raise Interrupted(f"{self._name} is not in generation {generation}")
+        outcome = stay.outcome()
+        return replace(self._as_now(self._last), records=outcome.records)
+
+    def formed(self, generation: int, rings: Addresses, replicas: Addresses) -> None:
+        """Keep the addresses at which the members of a generation listen, for an `interrupt` that has none."""
+        if self._stay is not None and self._stay.assignment.generation == generation:
+            self._stay.rings, self._stay.replicas = rings, replicas
 
     def warm_up(self) -> None:
         """Make a warm-up step alone, so that the first step in a group is not slow; holds no state afterwards."""
         prepared = self._prepared
-        self._do(lambda: warm_up(prepared, self._control))
+        self._change(lambda: warm_up(prepared, self._control))
 
     def serve(self, controller: Any, assignment: Assignment) -> Outcome:
         """Take part in one generation, from joining its world to leaving it, and return how that ended.
@@ -122,8 +175,16 @@ class Worker:
         The controller keeps this call pending.
         """
         self._control.begin(assignment.generation)
-        part = Generation(self._name, self._prepared, self._control, self._received, controller, assignment)
-        return self._thread.submit(self._whole, part.run).result()
+        prepared, stay = self._prepared, Stay(assignment)
+        part = Generation(self._name, prepared, self._control, self._received, controller, stay, self._unconfirmed)
+
+        def run() -> Outcome:
+            self._last = self._whole(part.run)
+            return self._last
+
+        stay.out = self._thread.submit(run)
+        self._stay = stay
+        return stay.out.result()
 
     def take(self, generation: int, sources: tuple[Any, ...]) -> None:
         """Fetch parts of donors' states, given as Ray references, while the training thread joins that generation."""
@@ -136,7 +197,7 @@ class Worker:
         Raises `DamagedError` if it is not what was written, and `CheckpointError` if it belongs to another model.
         """
         prepared = self._prepared
-        self._do(lambda: restore(prepared, manifest, layers, owned))
+        self._change(lambda: restore(prepared, manifest, layers, owned))
 
     def keep(self, controller: Any, share: ShareOf) -> None:
         """Write this worker's share of a checkpoint of the state that it holds, while it is in no generation."""
@@ -147,20 +208,23 @@ class Worker:
         """Apply the step whose sums it has, because others have applied it: see `TrainState.finish`."""
         prepared = self._prepared
         try:
-            return self._do(lambda: between.finish(prepared, self._control, squares))
+            self._last = self._change(lambda: between.finish(prepared, self._control, squares))
         except RaytrainError as error:
             fault, final = f"{type(error).__name__}: {error}", isinstance(error, DataChanged)
-            return replace(prepared.outcome("failed"), holds=None, error=error, fault=fault, final=final)
+            failed = prepared.outcome("failed")
+            self._last = replace(failed, holds=None, error=error, fault=fault, final=final)
+        return self._last
 
     def recall(self, generation: int, step: int) -> Outcome:
         """Load its copy of its own state after `step`, and return what it holds then."""
         prepared = self._prepared
         try:
-            return self._do(lambda: between.recall(prepared, self._control, step, in_use=self._aside))
+            self._last = self._change(lambda: between.recall(prepared, self._control, step, in_use=self._aside))
         except RaytrainError as error:
             # The copy still exists.
             log.warning("a copy could not be loaded", exc_info=True)
-            return replace(prepared.outcome("interrupted"), holds=None, ready=None, fault=str(error))
+            self._last = replace(prepared.outcome("interrupted"), holds=None, ready=None, fault=str(error))
+        return self._last
 
     def snapshot(
         self,
@@ -235,10 +299,16 @@ class Worker:
     def interrupt(
         self, generation: int, rings: frozenset[tuple[str, int]], replicas: frozenset[tuple[str, int]]
     ) -> Activity:
-        """Leave the worlds whose members listen at these addresses; return what the training thread does now."""
+        """Leave the worlds whose members listen at these addresses; return what the training thread does now.
+
+        Without addresses, which the controller that formed them has not told another one, it uses its own.
+        """
         if not self._stale(generation, "an interrupt"):
             self._control.interrupt(generation)
         if self._control.generation == generation:
+            stay = self._stay
+            if stay is not None and not rings and not replicas:
+                rings, replicas = stay.rings, stay.replicas
             close_connections(
                 rings, listeners=self._preparation is not None and self._preparation.plan.collective == "horovod"
             )
@@ -263,7 +333,8 @@ class Worker:
         self._aside = last_applied is not None
         if last_applied is None:
             return None
-        return self._prepared.outcome("interrupted")
+        self._last = self._prepared.outcome("interrupted")
+        return self._last
 
     @property
     def _prepared(self) -> Prepared:
@@ -283,6 +354,37 @@ class Worker:
             self._control.generation,
         )
         return True
+
+    def _as_now(self, last: Outcome | None) -> Outcome:
+        """Return an outcome with what it holds now, and without records."""
+        now = self._prepared.outcome("interrupted")
+        if self._changing:
+            # Whatever it holds at this moment, it may be another state soon.
+            now = replace(now, holds=None, ready=None)
+        if last is None:
+            return now
+        return replace(
+            last,
+            holds=now.holds,
+            stage=now.stage,
+            # A worker that has gone back does not apply those sums any more.
+            ready=None if last.ready is None else now.ready,
+            copy=now.copy,
+            owned=now.owned,
+            complete=now.complete,
+            squares=now.squares,
+            records=(),
+        )
+
+    def _change(self, work: Callable[[], T]) -> T:
+        """Do some work that changes the state."""
+        with self._lock:
+            self._changing += 1
+        try:
+            return self._do(work)
+        finally:
+            with self._lock:
+                self._changing -= 1
 
     def _do(self, work: Callable[[], T]) -> T:
         def told() -> T:

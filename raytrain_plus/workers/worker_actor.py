@@ -9,54 +9,84 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from raytrain_plus.workers.epochs import PEER, Epochs
 from raytrain_plus.workers.imports import Imports, import_all
+
+if TYPE_CHECKING:
+    from raytrain_plus.workers.controller_watch import ControllerProcess, ControllerWatch
+    from raytrain_plus.workers.messages import AdoptionReport
 
 
 class WorkerActor:
     """Loads the worker in its own process, and passes calls on to it."""
 
-    def __init__(self, name: str | None = None, cpus: float = 0) -> None:
+    def __init__(
+        self, controller: ControllerProcess | None, name: str | None = None, place: str = "", cpus: float = 0
+    ) -> None:
         """Load the worker of that name. Without a name this is a standby: it waits for `become`.
 
-        `cpus`: the CPUs of the worker that a standby replaces; it has been started without any.
+        `controller`: what this process watches, if anything; `place`: the name of its placement group; `cpus`: the CPUs
+        of the worker that a standby replaces; it has been started without any.
         """
         # Ray's own handler waits for the calls in progress, and `live` never ends. The raylet, which would then end the
         # process, may have left itself: once drained, it leaves as soon as nobody takes room on its node. In a worker
         # that still starts, the handler raises, which ends up as a Ray traceback on the user's screen.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._worker: Future[Any] = Future()
-        self._broken: Future[Any] = Future()
-        """Tells whether the device has failed, once the worker is loaded."""
+        self._epochs = Epochs()
+        self._place = place
         # Two threads that import modules in a cycle can see half of one.
         self._importing = threading.Lock()
         self._threads = {} if name is not None else _threads_of_a_worker(cpus)
+        self._watch = None if controller is None else self._watch_of(controller)
         if name is not None:
             self._become(name)
 
-    def become(self, name: str) -> None:
-        """Load the worker of that name; if that fails, end the process, so that it counts as lost."""
+    def become(self, name: str, place: str) -> None:
+        """Load the worker of that name; if that fails, end the process, so that it counts as lost.
+
+        `place`: the name of the placement group that is the worker's.
+        """
+        self._place = place
         try:
             self._become(name)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Call the worker's `method`; in a standby that becomes a worker, once it is one."""
+    def call(self, epoch: int, method: str, *arguments: Any) -> Any:
+        """Call the worker's `method`; in a standby that becomes a worker, once it is one.
+
+        `epoch`: that of the controller that calls, or `PEER`. Raises `StaleController` if a newer one has called.
+        """
+        self._epochs.admit(epoch)
+        if epoch != PEER and self._watch is not None:
+            self._watch.heard()
         worker = self._worker.result()
         os.environ.update(self._threads)
         return getattr(worker, method)(*arguments)
 
-    def live(self) -> None:
-        """Never answer: the failure of this call is how the controller learns, at once, that the process is gone.
+    def standing(self, epoch: int, controller: ControllerProcess) -> tuple[str, AdoptionReport] | None:
+        """Return the name of its placement group, and what a controller that adopts it must know.
+
+        None if it is no prepared worker. From now on it obeys that controller only.
+        """
+        self._epochs.admit(epoch)
+        if self._watch is not None:
+            self._watch.follow(controller)
+        report = self._worker.result().standing() if self._worker.done() else None
+        return None if report is None else (self._place, report)
+
+    def live(self, epoch: int) -> None:
+        """Answer only a controller that is outdated: by the failure of this call it learns at once of a process's end.
 
         Raises `DeviceBroken` if the process must not be used any more.
         """
-        self._broken.result().wait()
+        self._epochs.wait(epoch)
 
     def respond(self) -> None:
         """Answer, so that the controller knows that this process is not stopped."""
@@ -79,9 +109,17 @@ class WorkerActor:
             from raytrain_plus.workers.machine.freed_memory import start_returning
             from raytrain_plus.workers.worker import Worker
         start_returning()
-        broken = Brokenness()
-        self._broken.set_result(broken)
-        self._worker.set_result(Worker(name, broken=broken))
+        self._worker.set_result(Worker(name, broken=Brokenness(self._epochs.fail)))
+
+    def _watch_of(self, controller: ControllerProcess) -> ControllerWatch:
+        # Not before there is an actor: it loads Ray.
+        from raytrain_plus.workers.controller_watch import ControllerWatch, end_workers
+
+        return ControllerWatch(
+            controller,
+            wait_s=lambda: self._worker.result().wait_s if self._worker.done() else None,
+            end=lambda: end_workers(controller.run, self._place),
+        )
 
 
 def _last(function: Callable[..., None], *arguments: Any) -> None:

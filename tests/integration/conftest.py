@@ -10,6 +10,8 @@ import psutil
 import pytest
 import ray
 
+from raytrain_plus.workers.run_actors import NAMESPACE, clear
+
 TASKS = Path(__file__).parent
 RUN_THREAD = "a run of a test"
 """The name of each thread in which a test runs a job."""
@@ -19,12 +21,13 @@ def end_runs() -> list[str]:
     """End the runs that tests of this process left running, and return the controllers that were ended."""
     threads = [thread for thread in threading.enumerate() if thread.name == RUN_THREAD]
     ended = []
-    if any(thread.is_alive() for thread in threads):
-        for process in psutil.Process().children(recursive=True):
-            title = process.cmdline()[:1]
-            if title and title[0].startswith("ray::Controller"):
-                ended.append(title[0])
-                process.kill()
+    if any(thread.is_alive() for thread in threads) and ray.is_initialized():
+        for one in ray.util.list_named_actors(all_namespaces=True):
+            if one["namespace"] == NAMESPACE:
+                ended.append(one["name"])
+                # Not by a signal: Ray would start it again.
+                ray.kill(ray.get_actor(one["name"], namespace=NAMESPACE))
+                clear(one["name"])
     for thread in threads:
         # The run raises in its thread: a driver notices within ten seconds that its controller is gone.
         thread.join(20)

@@ -43,6 +43,7 @@ from raytrain_plus.state.stored.checkpoint import survey
 from raytrain_plus.storage.address import within
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.workers.run_actors import NAMESPACE
 from tests.integration import elastic
 from tests.integration.conftest import TASKS
 from tests.integration.elastic import Run, job
@@ -409,13 +410,9 @@ def proxy() -> Iterator[Proxy]:
 
 
 def end_controller() -> None:
-    """Send SIGKILL to the controller of the only running run."""
-    [controller] = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::Controller")
-    ]
-    controller.kill()
+    """End the controller of the only running run for good: Ray does not start it again."""
+    [name] = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == NAMESPACE]
+    ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
 @pytest.mark.slow

@@ -323,6 +323,6 @@ def test_texts_from_others_are_stripped_before_they_are_recorded(
     shown = io.StringIO()
     print(result, result.to_json(), followed, caplog.text, file=shown)
     files = [path.read_bytes() for path in run.path.rglob("*") if path.is_file()]
-    assert len(followed) == 5
+    assert len(followed) == 6
     assert b"".join(files).count(b"s3://***@bucket/runs") == 5
     assert SECRET.encode() not in b"".join([*files, shown.getvalue().encode()])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raytrain_plus.controller.record.totals import WARM_UP_S, Totals
+from raytrain_plus.controller.record.sums.totals import WARM_UP_S, Totals
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result, saved_text
 from raytrain_plus.storage.interface import Folder

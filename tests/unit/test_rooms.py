@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -55,3 +57,10 @@ def test_no_test_module_imports_from_another() -> None:
                 named = [(node.module or "").rpartition(".")[2], *(one.name for one in node.names)]
                 modules = [name for name in named if name.startswith("test_")]
                 assert not modules, f"{file.relative_to(tests)} imports from {modules}"
+
+
+def test_the_controller_loads_no_torch() -> None:
+    """Its process starts again while workers train: torch would take most of that time."""
+    loaded = "import sys, raytrain_plus.controller.controller_actor; print('torch' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout == "False\n"

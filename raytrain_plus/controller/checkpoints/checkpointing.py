@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -22,7 +22,7 @@ from raytrain_plus.membership.group_state import Phase, cover, members_in
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import Owners, senders
 from raytrain_plus.membership.pieces import Pieces, union
-from raytrain_plus.membership.view import Member
+from raytrain_plus.membership.view import Member, View
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.stages import whole_tree
 from raytrain_plus.state.stored.manifest import Manifest, join_shares, name_of, void
@@ -138,6 +138,30 @@ class Checkpoints:
             del self._writers[min(self._writers)]
         self._lacking = {at: lacking for at, lacking in self._lacking.items() if at >= min(self._writers)}
 
+    def take_over(self, number: int, view: View, owners: Owners) -> None:
+        """Continue with a generation of that number whose members have their parts from another controller."""
+        self.formed(number, view.members)
+        self.shares(number, [view.shape.stage(seat) for seat in range(view.shape.size)], owners)
+
+    def take_share(
+        self, name: str, told: Written, number: int, complete: Mapping[str, Manifest], saved: Collection[str]
+    ) -> None:
+        """Handle a worker's share of a checkpoint whose end it has not heard of, at the death of another controller.
+
+        `number`: the generation's, of which the checkpoints in progress go on; `complete`: those that are; `saved`:
+        those of which the record says so.
+        """
+        checkpoint = name_of(told.step, told.generation)
+        if manifest := complete.get(checkpoint):
+            if checkpoint not in saved and not self._saving.knows(told.step, told.generation):
+                self._record.saved(told.step, self._clock.unix() - manifest.time, manifest.stall_s, checkpoint)
+            self._loop.tell(name, "settled", told.step, told.generation)
+        elif told.generation == number:
+            self.wrote(told)
+        else:
+            self._publisher.discard(checkpoint)
+            self._loop.tell(name, "settled", told.step, told.generation)
+
     def shares(self, number: int, stages: Sequence[Stage], owners: Owners) -> list[ShareOf]:
         """Return the parts of writers that hold these stages, in the checkpoints with that generation number.
 
@@ -195,6 +219,9 @@ class Checkpoints:
             log.warning(
                 "refused: a share of step %d in generation %d, which has no writers", told.step, told.generation
             )
+            # It was begun for another controller, and will never be complete.
+            self._publisher.discard(name_of(told.step, told.generation))
+            self._settled(told.step, told.generation)
             return
         if self._saving.given_up(told.step, told.generation):
             # The last writers may come late, and so may have heard this before they began.

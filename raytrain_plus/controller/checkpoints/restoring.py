@@ -37,6 +37,10 @@ class Restoring:
         """See `Handling`."""
         return {e.Restore: self.restore}
 
+    def begun(self) -> None:
+        """Record that the run goes on from where it is: it does not resume."""
+        self._past = None
+
     def restore(self, command: e.Restore) -> None:
         """Have a worker read the newest checkpoint: a stage, and of a sharded state some rows."""
         if command.worker not in self._loop:

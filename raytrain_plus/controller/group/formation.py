@@ -59,6 +59,8 @@ class _Worlds:
     """The longest time that a joined member took to form its worlds."""
     moved_bytes: int = 0
     """Bytes of the state that its members got from others."""
+    told: bool = False
+    """Whether the record has the view."""
 
     def close(self) -> None:
         """Close the rendezvous servers."""
@@ -144,6 +146,13 @@ class Formation:
                 # A separate call, which ends: a reference lives as long as the call that received it.
                 self.loop.tell(member.worker, "take", view.generation, taken)
 
+    def take_over(self, view: View, told: bool) -> None:
+        """Continue with a view that another controller has formed, or was forming; its rendezvous servers are gone.
+
+        `told`: whether the record has it.
+        """
+        self._now = _Worlds(view, told=told)
+
     def joined(self, message: InWorld) -> None:
         """Record that a member is in its worlds."""
         if stale(self.machine.group, message.generation, f"{message.worker} joined"):
@@ -165,7 +174,14 @@ class Formation:
             if name not in names and not worker.leaving and worker.state in ("idle", "warming_up")
         ]
         self.replication.formed()
-        self.loop.later(STANDBY_S if view.generation else FIRST_STANDBY_S, partial(self._stand_by, view))
+        self._stand_by_later(view)
+        if self._now.rings or self._now.replicas:
+            published = self.published()
+            for member in view.members:
+                # Another controller, which may take this one's place, could not tell them where to cut their worlds.
+                self.loop.tell(member.worker, "formed", view.generation, *published)
+        if self._now.told:
+            return
         self.record.formed(
             self.clock.unix(),
             FormedGroup(
@@ -180,6 +196,9 @@ class Formation:
                 slices=self.partitions.slices,
             ),
         )
+
+    def _stand_by_later(self, view: View) -> None:
+        self.loop.later(STANDBY_S if view.generation else FIRST_STANDBY_S, partial(self._stand_by, view))
 
     def _stand_by(self, view: View) -> None:
         """Keep standbys for the members of a view, if it is still the current one."""

@@ -126,10 +126,16 @@ class Members:
             self._out(name, generation, outcome)
 
     def _out(self, name: str, generation: int, outcome: Outcome) -> None:
-        group, now = self._machine.group, self._now
+        group = self._machine.group
         if stale(group, generation, f"{name} left") or name not in group.workers:
             return
         self.reported(Reported(name, generation, outcome.records))
+        self.note(name, outcome)
+        self._machine.feed(left_of(name, generation, outcome))
+
+    def note(self, name: str, outcome: Outcome) -> None:
+        """Note what a member that has come out leaves, and why it has come out."""
+        now = self._now
         self._pulses.left(name, self._clock.now())
         self._checkpoints.left(name, outcome.saved_as, outcome.copied)
         if outcome.why == "finished" and outcome.state_sha256 is not None:
@@ -138,23 +144,25 @@ class Members:
             now.squares, now.squares_of = outcome.squares, outcome.holds
         if outcome.error is not None:
             self.errors[outcome.fault] = outcome.error, outcome.step
-            log.info("%s failed in generation %d: %s", name, generation, outcome.fault)
+            log.info("%s failed in generation %d: %s", name, self._machine.group.generation, outcome.fault)
         if outcome.why in ("failed", "interrupted"):
             said = f"{name}: {outcome.fault}" if outcome.fault else ""
             self._record.broken(self._clock.unix(), said, follows=outcome.why == "interrupted")
-        self._machine.feed(
-            e.Left(
-                name,
-                generation,
-                outcome.holds,
-                outcome.why,
-                outcome.fault,
-                outcome.final,
-                outcome.exhausted,
-                stage=outcome.stage,
-                ready=outcome.ready,
-                copy=outcome.copy,
-                owned=outcome.owned,
-                complete=outcome.complete,
-            )
-        )
+
+
+def left_of(name: str, generation: int, outcome: Outcome) -> e.Left:
+    """Return how a member came out, as the state machine hears it."""
+    return e.Left(
+        name,
+        generation,
+        outcome.holds,
+        outcome.why,
+        outcome.fault,
+        outcome.final,
+        outcome.exhausted,
+        stage=outcome.stage,
+        ready=outcome.ready,
+        copy=outcome.copy,
+        owned=outcome.owned,
+        complete=outcome.complete,
+    )

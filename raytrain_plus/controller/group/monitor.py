@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +41,16 @@ EARLY_WAIT_S = 5.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """Somebody has asked the run to `stop`, or to `rescale`."""
+
+    what: str
+    numbers: Mapping[str, int]
+    noted: Callable[[], object]
+    """Called once it is in the record."""
+
+
 class NodeWatch(Protocol):
     """Interface to the node watcher: see `nodes.Nodes`."""
 
@@ -63,7 +74,7 @@ class Monitor:
     ) -> None:
         self.loop, self.machine, self.record = run.loop, run.machine, run.record
         self.roster, self.pulses, self.clock = run.roster, run.pulses, run.clock
-        self.elastic, self.here = run.job.elastic, run.host.node
+        self.elastic, self.here, self.host = run.job.elastic, run.host.node, run.host
         self.formation, self.members, self.losses, self.nodes = formation, members, losses, nodes
         self.checkpoints, self.hand_over = checkpoints, hand_over
         self.last_progress = LastProgress(run.loop, checkpoints, hand_over, run.record)
@@ -73,13 +84,21 @@ class Monitor:
         self._looked = now
         self._draining: Mapping[str, float | None] = {}
         """The draining nodes, each with its deadline in Unix seconds, if known."""
+        self._moves = False
+        """Whether the controller is to move, because its own node will leave."""
         self._stopping_since: float | None = None
         self._asked_aside = False
 
     @property
     def handles(self) -> Handlers:
         """See `Handling`."""
-        return {e.Interrupt: self.interrupt, e.Wait: self.wait, e.Stop: self.stop, Draining: self.drains}
+        return {
+            e.Interrupt: self.interrupt,
+            e.Wait: self.wait,
+            e.Stop: self.stop,
+            Draining: self.drains,
+            Requested: self.requested,
+        }
 
     def begin(self) -> None:
         """Start the clock of the first phase."""
@@ -104,6 +123,10 @@ class Monitor:
         owing = unresponsive(self.pulses.all, holders(self.machine.group), NODE_UNRESPONSIVE_S, now)
         self.nodes.suspect(self.roster.nodes(owing))
         self._look_at_limits(now)
+        if self._moves and self.machine.group.phase is Phase.TRAIN and not self.checkpoints.busy:
+            # Now its absence delays nothing.
+            self._moves = False
+            self.record.journal.when_durable(self.host.move)
 
     def interrupt(self, command: e.Interrupt) -> None:
         """Have members leave their world at once."""
@@ -112,6 +135,12 @@ class Monitor:
         for name in command.workers:
             self.pulses.on_pulse(name, now)
             self._tell_to_leave(name, now)
+
+    def requested(self, message: Requested) -> None:
+        """Enter a request into the record, from which another controller learns of it."""
+        if message.what != "stop" or self._stopping_since is None:
+            self.record.journal.tell("requested", what=message.what, **message.numbers)
+        self.record.journal.when_durable(message.noted)
 
     def stop(self, message: e.Stop) -> None:
         """Have the run stop at the next step boundary."""
@@ -124,6 +153,7 @@ class Monitor:
     def drains(self, message: Draining) -> None:
         """Have the workers of nodes that will leave do so before."""
         before, self._draining = self._draining, dict(message.nodes)
+        self._moves = self._moves or (self.here in message.nodes and self.here not in before)
         for node, deadline in message.nodes.items():
             if node in before:
                 continue

@@ -33,6 +33,12 @@ class EventFeed:
         """Read events that are no longer in memory by this from now on: it returns all events from the first on."""
         self._read = read
 
+    def go_on(self, earlier: int) -> None:
+        """Number all events on from so many, which another controller has told; they are to be read back."""
+        with self._news:
+            self._dropped = earlier
+            self._news.notify_all()
+
     def add(self, event: Event) -> None:
         """Add an event, and wake the followers."""
         with self._news:

@@ -13,6 +13,10 @@ class GenerationNumbers:
         self.now = first
         """The number that is carried now."""
 
+    def adopt(self, generation: int, highest: int) -> None:
+        """Continue another controller's numbers: this generation of it has reached `highest`."""
+        self._base, self.now = highest - generation, highest
+
     def of(self, generation: int) -> int:
         """Return the number of one of this controller's generations."""
         return self._base + generation

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
 from raytrain_plus.controller.record.last_writes import LastWrites
 from raytrain_plus.controller.record.listeners import Evaluations, Listeners
 from raytrain_plus.controller.record.ownership import Ownership
-from raytrain_plus.controller.record.run_writers import Outlets
+from raytrain_plus.controller.record.run_writers import Newest, Outlets
 from raytrain_plus.errors import FolderGone
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.result import RESULT, Result
 from raytrain_plus.runs.folder import CHANGED, DATASET, JOB, PROFILE, Fence
+from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import StepRecord
@@ -43,6 +45,8 @@ class Beginning:
     """That of the cluster."""
     controller: str = ""
     """The controller's name on it."""
+    node: str = ""
+    """The id of the controller's node."""
 
 
 class Journal:
@@ -93,7 +97,26 @@ class Journal:
         run.write(DATASET, [json.dumps(beginning.dataset, indent=1).encode() + b"\n"])
         job, versions = beginning.job_yaml, dict(beginning.versions)
         started = {"job": job, "versions": versions, "address": beginning.address}
-        self._outlets.open(self._numbers.now, started, evaluated, listeners, self._before_entries)
+        controller = _this_controller(beginning.node, [])
+        self._outlets.open(self._numbers.now, started, controller, evaluated, listeners, self._before_entries)
+
+    def adopt(
+        self,
+        fence: Fence,
+        beginning: Beginning,
+        past: Past,
+        kept: tuple[Newest, Newest],
+        evaluated: Callable[[], Evaluations],
+        listeners: Listeners | None,
+    ) -> None:
+        """Continue what another controller of this run has written: see `Outlets.adopt`, for the others `open`."""
+        self._ownership.begin(fence, beginning.address, beginning.controller)
+        number = self._numbers.now
+        self._outlets.adopt(number, past.behind, past.told, kept, evaluated, listeners, self._before_entries)
+
+    def adopted(self, node: str, workers: Sequence[str]) -> None:
+        """Record that this controller on this node has adopted these members."""
+        self.tell("controller_started", **_this_controller(node, workers))
 
     @property
     def generation(self) -> int:
@@ -101,9 +124,19 @@ class Journal:
         return self._numbers.now
 
     @property
+    def kept(self) -> tuple[Newest, Newest]:
+        """See `Outlets.kept`."""
+        return self._outlets.kept
+
+    @property
     def opened(self) -> bool:
         """Whether the run has a folder."""
         return self._outlets.opened
+
+    @property
+    def lost(self) -> bool:
+        """Whether another controller was found to own the run."""
+        return bool(self._ownership.lost)
 
     def renew(self) -> None:
         """Renew the lease that marks the run as alive. Raises `RunError` if another controller owns the run by now."""
@@ -178,6 +211,18 @@ class Journal:
 
         self._aside.later(write, failing)
 
+    def when_durable(self, act: Callable[[], object]) -> None:
+        """Make the events durable, on a thread, and call `act` there then; at once if the run has no folder yet."""
+        if not self.opened:
+            act()
+            return
+
+        def done() -> None:
+            self._outlets.sync()
+            act()
+
+        self._aside.later(done, "a request cannot be made durable yet")
+
     def sync_later(self) -> None:
         """Make the events durable, on a thread."""
         if self.opened:
@@ -244,3 +289,8 @@ class Journal:
             self._ownership.release()
         except (OSError, FolderGone) as error:
             log.warning("the run's lease cannot be released; it expires by itself: %s", error)
+
+
+def _this_controller(node: str, adopted: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of a `controller_started`."""
+    return {"pid": os.getpid(), "node": node, "adopted": list(adopted)}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from raytrain_plus.controller.record.journal import Journal
-from raytrain_plus.controller.record.pending_steps import PendingSteps
-from raytrain_plus.controller.record.stage_idle import Bubble, Drawing
+from raytrain_plus.controller.record.sums.pending_steps import PendingSteps
+from raytrain_plus.controller.record.sums.stage_idle import Bubble, Drawing
 from raytrain_plus.controller.roster.clocks import Clocks
 from raytrain_plus.membership.view import View
 from raytrain_plus.observe.gauges import Gauges
@@ -36,6 +36,8 @@ class Reports:
         self._profile = StepProfile()
         self._remarked: set[str] = set()
         """The keys of the remarks that are reported."""
+        self.noted: Set[str] = frozenset()
+        """The texts of those that another controller of this start of the run has reported."""
 
     def joined(self, location: WorkerLocation) -> None:
         """Record that a worker's process has started."""
@@ -100,7 +102,8 @@ class Reports:
         """Report a remark, once."""
         if remark.key not in self._remarked:
             self._remarked.add(remark.key)
-            self._journal.note(remark.text)
+            if remark.text not in self.noted:
+                self._journal.note(remark.text)
 
     def _draw(self, step: int, drawing: Drawing) -> None:
         title = f"step {step + 1}, generation {self._journal.generation}"

@@ -7,23 +7,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
-from raytrain_plus.controller.record.incidents import Incidents, Recovery
 from raytrain_plus.controller.record.journal import Beginning, Journal
 from raytrain_plus.controller.record.listeners import Listeners
-from raytrain_plus.controller.record.pending_steps import optional_fields
 from raytrain_plus.controller.record.reports import Reports
-from raytrain_plus.controller.record.totals import Totals
+from raytrain_plus.controller.record.sums.incidents import Incidents, Recovery
+from raytrain_plus.controller.record.sums.lacking_steps import KeptRecords, LackingSteps, lacking_steps
+from raytrain_plus.controller.record.sums.pending_steps import optional_fields
+from raytrain_plus.controller.record.sums.totals import Totals
 from raytrain_plus.controller.roster.roster import seated, who
 from raytrain_plus.credentials import without_credentials
 from raytrain_plus.membership.commits import Commits
-from raytrain_plus.membership.view import View
+from raytrain_plus.membership.view import View, form_view
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence
-from raytrain_plus.runs.history import Past
+from raytrain_plus.runs.history import Past, entered_to
 from raytrain_plus.storage.interface import Folder
-from raytrain_plus.training.exchange.step_records import Record, StepRecord, in_order
-from raytrain_plus.workers.messages import Export, Sent
+from raytrain_plus.training.exchange.step_records import Evaluated, Record, StepRecord, in_order
+from raytrain_plus.workers.messages import Charter, Export, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class RunRecord:
         `batch_size`: rows of a step; `rows`: rows of the data, which determine the epoch. `end`: if a job is given in
         epochs, its steps and all their rows. `past`: what the run resumes from. `clock`: Unix seconds.
         """
-        self._run, self._end, self._clock = run, end, clock
+        self._run, self._end, self._past, self._clock = run, end, past, clock
         self._batch_size, self._rows = batch_size, rows
         self.numbers = GenerationNumbers(past.generation + 1)
         """What events, ledger and checkpoints carry."""
@@ -81,15 +82,88 @@ class RunRecord:
         self._waiting = ""
         self.evaluated = -2
         """The highest step whose evaluation was reported."""
+        self._resumptions: list[tuple[int, int]] = []
+        """(number, step) of each time that this controller's group has gone back."""
+        self._told_to = self._entered_to = -1
+        """The highest steps that a dead controller has told, and entered into the ledger, if the group goes on."""
+        self._over = ""
+        """The status of the `run_finished` that is told already."""
 
     def open(self, fence: Fence, beginning: Beginning, listeners: Listeners | None = None) -> None:
         """Begin writing to the run's folder: see `Journal.open`."""
         self.journal.open(fence, beginning, lambda: self.history, listeners)
 
+    def adopt(
+        self,
+        fence: Fence,
+        beginning: Beginning,
+        listeners: Listeners | None,
+        charter: Charter,
+        members: Sequence[str],
+        records: KeptRecords,
+    ) -> None:
+        """Continue the record of a dead controller of the same start of the run, as if this one had written it.
+
+        `charter`: that of the newest generation; `members`: those that it was formed of, dead ones too; `records`: what
+        each living worker has kept. `reports` knows the locations and clocks of these. If `Past.formed` is lower than
+        the charter's number, `formed` is to be called once the members have joined; else it has been.
+        Raises `StepsLost` before anything is written if neither the folder nor a worker has a committed step.
+        """
+        past, group = self._past, charter.group
+        lacks = lacking_steps(past, entered_to(self._run, past), charter, records)
+        self.numbers.adopt(group.generation, max(charter.number, past.generation))
+        self._totals.adopt(past.sums, past.committed, self.samples)
+        self._told_to, self._entered_to = lacks.told, lacks.entered
+        self.evaluated, self.reports.noted, self._over = past.evaluated, past.noted, past.over
+        if past.formed >= 0:
+            formed = [{field: member[field] for field in ("worker", "pid", "node")} for member in past.members]
+            self._members = tuple(member["worker"] for member in formed)
+            self._incidents.adopt(dict(zip(self._members, formed, strict=True)), past.last_time or None)
+            self.gauges.adopt(past.members, past.formed)
+        kept = (charter.number, lacks.told), (charter.number, lacks.entered)
+        self.journal.adopt(fence, beginning, past, kept, lambda: self.history, listeners)
+        if lacks.back:
+            self._went_back(charter)
+        self._complete(lacks)
+        self._commits = Commits(members, first_step=lacks.to + 1)
+        self.reports.formed(form_view(group.generation, group.seats, group.shape, group.limits.sizes.shards))
+        for member in members:
+            self.report(member, lacks.further.get(member, ()))
+        self.journal.adopted(beginning.node, [member for member in members if member in records])
+
+    def _went_back(self, charter: Charter) -> None:
+        """Record that the group went back when it formed this generation: the dead controller could not write it."""
+        past, step = self._past, charter.first_step - 1
+        found = (one.name for one in past.found if one.step == step and one.manifest is not None)
+        evaluated = max((at for at in past.metrics if at <= step), default=-2)
+        self.go_back(step, charter.group.generation, next(found, None), past.committed, evaluated)
+
+    def _complete(self, lacks: LackingSteps) -> None:
+        """Write the committed steps and the evaluations that the record lacks."""
+        now, before = self.numbers.now, min(lacks.told, lacks.entered)
+        for number, told in lacks.missing:
+            self.numbers.now = number
+            if isinstance(told, Evaluated):
+                self._evaluate(told)
+            else:
+                self._commit([self.reports.take(worker, [told[worker]], before)[0] for worker in told][-1:])
+        self.numbers.now = now
+
     @property
     def committed(self) -> int:
         """The highest step that is committed; -1 before any."""
-        return self._commits.next_step - 1
+        return max(self._commits.next_step - 1, self._told_to)
+
+    @property
+    def durable(self) -> int:
+        """The highest step that is in events and ledger if this process is killed now; -1 without any.
+
+        An evaluation of that step, which is reported later, may not be.
+        """
+        return min(
+            min([step, *(start for later, start in self._resumptions if number < later)])
+            for number, step in self.journal.kept
+        )
 
     def lost(self, worker: str, cause: str) -> None:
         """Record that a worker was lost."""
@@ -109,9 +183,7 @@ class RunRecord:
             if isinstance(told, StepRecord):
                 self._commit([told])
             elif told.step > self.evaluated:
-                self.evaluated = told.step
-                self._metrics[told.step] = dict(told.metrics)
-                self.journal.tell("evaluated", step=told.step, metrics=dict(told.metrics))
+                self._evaluate(told)
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
         """Begin a generation after all have left the last one; it continues from the state after step `held`."""
@@ -136,6 +208,8 @@ class RunRecord:
         `Plan`.
         """
         self.numbers.reach(generation)
+        self._resumptions.append((self.numbers.now, step))
+        self._told_to, self._entered_to = min(self._told_to, step), min(self._entered_to, step)
         self._incidents.forgot(made - step)
         self._commits = Commits(["nobody yet"], first_step=step + 1)
         self.reports.forget_pending()
@@ -261,6 +335,11 @@ class RunRecord:
     def _write_end(self, result: Result) -> None:
         """Write what the run has made, then its last event, and then its result."""
         self.journal.write_made(result.profile, result.status)
+        if result.status != self._over:
+            self._tell_end(result)
+        self.journal.write_result(result)
+
+    def _tell_end(self, result: Result) -> None:
         self.journal.tell(
             "run_finished",
             status=result.status,
@@ -271,12 +350,14 @@ class RunRecord:
             saved_step=result.saved_step,
             unsaved=result.unsaved,
         )
-        self.journal.write_result(result)
 
     def _commit(self, records: Iterable[StepRecord]) -> None:
         for record in records:
             record = self.reports.whole(record)
-            self.journal.enter(record)
+            if record.step <= self._told_to:
+                # A dead controller has told it, and could not enter it.
+                self._enter(record)
+                continue
             self._totals.add(record)
             self.journal.tell(
                 "step_committed",
@@ -290,7 +371,18 @@ class RunRecord:
                 **optional_fields(record),
                 **self.reports.gpu_fields(self._members, self._clock()),
             )
+            # After its event, which must not be missing if the step is in the ledger.
+            self._enter(record)
             self._recovered(self._incidents.committed(record.time))
+
+    def _enter(self, record: StepRecord) -> None:
+        if record.step > self._entered_to:
+            self.journal.enter(record)
+
+    def _evaluate(self, told: Evaluated) -> None:
+        self.evaluated = told.step
+        self._metrics[told.step] = dict(told.metrics)
+        self.journal.tell("evaluated", step=told.step, metrics=dict(told.metrics))
 
     def _recovered(self, recovery: Recovery | None) -> None:
         if recovery is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +19,11 @@ from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.training.exchange.step_records import StepRecord
+
+Newest = tuple[int, int]
+"""The generation and number of a step."""
+NONE: Newest = -1, -1
+"""Stands for it while there is none."""
 
 log = logging.getLogger(__name__)
 
@@ -45,32 +51,75 @@ class Outlets:
         self._log: EventLog | None = None
         self._parts: LedgerFiles | None = None
         self._listeners: Listeners | None = None
+        self._earlier_entry = NONE
+        """The newest step in the ledger that another controller has entered."""
 
     def open(
         self,
         generation: int,
         started: dict[str, Any],
+        controller: dict[str, Any],
         evaluated: Callable[[], Evaluations],
         listeners: Listeners | None,
         before_entries: Callable[[], None],
     ) -> None:
-        """Begin to write to the folder: `run_started` with these fields, and the events from before.
+        """Begin to write to the folder: `run_started` and `controller_started` with these fields, then earlier events.
 
         `evaluated` and `listeners`: see `Journal.open`; `before_entries` is called before anything is entered
         into the ledger.
         """
-        run = self._run
-        self._log = EventLog(run, self._clock, self._outages)
-        self._followed.read_back(self._log.read)
-        self._parts = LedgerFiles(run, before_entries, self._outages)
+        lines = EventLog(self._run, self._clock, self._outages)
+        early = self._begin(lines, evaluated, listeners, before_entries)
+        self.tell("run_started", generation, None, started)
+        self.tell("controller_started", generation, None, controller)
+        _write(lines, generation, early)
+        # A controller that adopts the run's workers finds where this log begins.
+        with contextlib.suppress(OSError):
+            self.sync()
+
+    def adopt(
+        self,
+        generation: int,
+        behind: int,
+        told: int,
+        kept: tuple[Newest, Newest],
+        evaluated: Callable[[], Evaluations],
+        listeners: Listeners | None,
+        before_entries: Callable[[], None],
+    ) -> None:
+        """Continue the log that begins `behind`, with so many events.
+
+        `kept`: generation and number of the newest step in the events, and in the ledger. For the others see `open`.
+        """
+        lines = EventLog(self._run, self._clock, self._outages, behind=behind, newest=kept[0])
+        early = self._begin(lines, evaluated, listeners, before_entries)
+        self._followed.go_on(told)
+        self._earlier_entry = kept[1]
+        _write(lines, generation, early)
+
+    def _begin(
+        self,
+        lines: EventLog,
+        evaluated: Callable[[], Evaluations],
+        listeners: Listeners | None,
+        before_entries: Callable[[], None],
+    ) -> list[dict[str, Any]]:
+        """Open ledger and listeners beside the log; return the events that were told before."""
+        self._log = lines
+        self._followed.read_back(lines.read)
+        self._parts = LedgerFiles(self._run, before_entries, self._outages)
         self._listeners = listeners
         if listeners is not None:
-            listeners.begin(self._log.behind, evaluated)
+            listeners.begin(lines.behind, evaluated)
         early, self._early = self._early, []
-        self.tell("run_started", generation, None, started)
-        for event in early:
-            kind, moment, _ = (event.pop(name) for name in ("kind", "time", "generation"))
-            self._log.write(kind, generation=generation, time=moment, fields=event)
+        return early
+
+    @property
+    def kept(self) -> tuple[Newest, Newest]:
+        """The generation and number of the newest step in the events, and in the ledger, that a kill does not lose."""
+        if self._log is None or self._parts is None:
+            return NONE, NONE
+        return self._log.kept or NONE, self._parts.kept or self._earlier_entry
 
     @property
     def opened(self) -> bool:
@@ -138,3 +187,10 @@ class Outlets:
         self.finish_listeners("failed", lambda: None)
         for text in self.news():
             log.warning(text)
+
+
+def _write(lines: EventLog, generation: int, early: list[dict[str, Any]]) -> None:
+    """Write events that were told before there was a log."""
+    for event in early:
+        kind, moment, _ = (event.pop(name) for name in ("kind", "time", "generation"))
+        lines.write(kind, generation=generation, time=moment, fields=event)

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from raytrain_plus.data.ledger.ledger import NOTE, SKIPPED, kept_bits, step_sum
 from raytrain_plus.data.values.columns import column_of
+from raytrain_plus.errors import InputError, first_line
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.periodic import PeriodicCall
@@ -73,6 +74,8 @@ class LedgerFiles:
         self._part: list[Entry] = []
         self._busy = threading.Lock()
         self._failed: Exception | None = None
+        self.kept: tuple[int, int] | None = None
+        """The generation and number of the newest step that is written, if there is one. Read by any thread."""
         self._periodic = PeriodicCall(self._flush_or_later, PERIOD_S, REST, "ledger")
         self._periodic.start()
 
@@ -101,7 +104,7 @@ class LedgerFiles:
                 grown = [*self._part, *pending[:room]]
                 self._before()
                 self._write(grown)
-                self._part = grown
+                self._part, self.kept = grown, grown[-1][:2]
                 with self._entering:
                     # Only once it is on disk: a failed write is retried together with newer entries.
                     del self._pending[: len(pending[:room])]
@@ -146,10 +149,34 @@ class LedgerFiles:
         data = sink.getvalue()
         size = data.size
         with self._outages.watching("ledger", self._run_folder, lambda: size):
-            self._run_folder.write(f"{FOLDER}/{generation:08d}-{step:012d}.parquet", [data])
+            self._run_folder.write(part_name(generation, step), [data])
         # Arrow keeps the memory of a write for the next one, more of it each time: 15 MB after 4,000 steps.
         del data, sink
         pa.default_memory_pool().release_unused()
+
+
+def part_name(generation: int, step: int) -> str:
+    """Return the name of the part that begins with this step of this generation."""
+    return f"{FOLDER}/{generation:08d}-{step:012d}.parquet"
+
+
+def entries_of_part(run: Folder, name: str) -> list[tuple[int, int]]:
+    """Return the generation and the step of each entry of a part.
+
+    Raises `OSError` if it cannot be read, and `InputError` if it is damaged.
+    """
+    try:
+        file = pq.ParquetFile(pa.BufferReader(run.read(name)), page_checksum_verification=True)
+        table = file.read(columns=["generation", "step", "shard"])
+        generation, step, shard = (column.to_numpy() for column in table.columns)
+    except (pa.ArrowException, KeyError, ValueError) as error:
+        raise InputError(
+            f"the file is damaged: {first_line(error)}",
+            where=f"{run.where}/{name}",
+            remedy="restore it from a copy, or start over with --fresh, which keeps this run's folder",
+        ) from error
+    first = shard == 0
+    return list(zip(generation[first].tolist(), step[first].tolist(), strict=True))
 
 
 def ledger_table(entries: list[Entry]) -> pa.Table:

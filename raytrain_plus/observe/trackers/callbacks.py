@@ -15,7 +15,7 @@ from raytrain_plus.observe.trackers.bookmark import Bookmark
 from raytrain_plus.observe.trackers.listened import CalledTask
 from raytrain_plus.observe.trackers.listener import Report
 from raytrain_plus.storage.folders.open import open_folder
-from raytrain_plus.task import StopRun, Task
+from raytrain_plus.task import RunFacts, StopRun, Task
 
 CALLS = ("on_step", "on_evaluate", "on_checkpoint")
 
@@ -106,4 +106,5 @@ def built(called: CalledTask) -> Task:
     """Return an instance of the task, without its model. Raises `TaskError` and `InputError`."""
     roots = [Path(root) for root in called.roots]
     given = called.task if called.pickled_task is None else cloudpickle.loads(called.pickled_task)
-    return build_task(load_task(given, roots), called.args, called.facts)
+    facts = RunFacts(total_steps=called.total_steps, batch_size=called.batch_size, rows=called.rows)
+    return build_task(load_task(given, roots), called.args, facts)

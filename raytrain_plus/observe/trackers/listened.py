@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raytrain_plus.storage.folders.claimed import Claim
-
-if TYPE_CHECKING:
-    from raytrain_plus.task import RunFacts
 
 TENSORBOARD = "TensorBoard"
 CALLBACKS = "the task's callbacks"
@@ -26,7 +23,9 @@ class CalledTask:
     roots: tuple[str, ...]
     """Folders from which the task is imported."""
     args: Mapping[str, Any]
-    facts: RunFacts
+    total_steps: int
+    batch_size: int
+    rows: int
     checkpoints: str
     """The folder of the run's checkpoints, as `open_folder` takes it."""
 

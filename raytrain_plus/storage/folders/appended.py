@@ -16,6 +16,8 @@ from raytrain_plus.storage.folders.local import naming
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 
+Tag = tuple[int, int] | None
+"""What a caller calls the data that it has appended so far, or nothing."""
 AGAIN_S = 0.2
 """Seconds after a failure until `append` writes again, so that a full disk does not slow down every step."""
 
@@ -34,6 +36,9 @@ class Appended:
         self._outages = outages
         self._file: FileIO | None = None
         self._owed = bytearray()
+        self._tag: Tag = None
+        self.kept: Tag = None
+        """The newest tag up to which the operating system has all data: no kill of this process loses it."""
         self._writing = threading.Lock()
         self._again = 0.0
 
@@ -42,10 +47,14 @@ class Appended:
         if self._file is None:
             self._file = self._path.open("ab", buffering=0)
 
-    def append(self, data: bytes) -> None:
-        """Append `data` and hand it to the operating system; data that is refused is written with later data."""
+    def append(self, data: bytes, tag: Tag = None) -> None:
+        """Append `data` and hand it to the operating system; data that is refused is written with later data.
+
+        `tag`: see `kept`.
+        """
         with self._writing:
             self._owed += data
+            self._tag = tag
         if time.monotonic() >= self._again:
             with contextlib.suppress(OSError):
                 self._again = time.monotonic() + AGAIN_S
@@ -58,6 +67,7 @@ class Appended:
             if self._owed:
                 with naming(self._path), self._outages.watching(self._writer, self._folder, lambda: len(self._owed)):
                     self._write()
+                self.kept = self._tag
 
     def sync(self) -> None:
         """Make all data durable. Raises `OSError` if the disk refuses it."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from raytrain_plus.errors import FolderGone
+from raytrain_plus.storage.folders.appended import Tag
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.outage import Outages
 from raytrain_plus.storage.periodic import PeriodicCall
@@ -57,15 +58,19 @@ class Growing:
         self._name = name
         self._entering = threading.Lock()
         self._parts: deque[_StoredPart] = deque()
+        self._tag: Tag = None
+        self.kept: Tag = None
+        """The newest tag up to which all records are written: no kill of this process loses them."""
         self._writing = threading.Lock()
         self._periodic = PeriodicCall(self._sync_or_later, period_s, REST, "growing")
 
-    def append(self, record: bytes) -> None:
-        """Add a record; records are never split between parts."""
+    def append(self, record: bytes, tag: Tag = None) -> None:
+        """Add a record; records are never split between parts. `tag`: see `kept`."""
         with self._entering:
             if not self._parts or len(self._parts[-1].data) >= PART_BYTES:
                 self._parts.append(_StoredPart(bytearray()))
             self._parts[-1].data += record
+            self._tag = tag
             self._periodic.start()
 
     def sync(self) -> None:
@@ -77,9 +82,11 @@ class Growing:
                         return
                     part, last = self._parts[0], len(self._parts) == 1
                     data = bytes(part.data) if part.written < len(part.data) else b""
+                    tag = self._tag
                 if data:
                     self._write(part, data)
                 if last:
+                    self.kept = tag
                     return
                 # Another part follows, so this one is full and complete.
                 self._parts.popleft()

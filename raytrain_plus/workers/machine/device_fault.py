@@ -77,24 +77,18 @@ def device_name(device: torch.device) -> str:
 
 
 class Brokenness:
-    """Whether the device of this process has failed."""
+    """Ends this process once its device has failed."""
 
-    def __init__(self, end: Callable[[], None] = lambda: os._exit(1)) -> None:
-        """`end`: ends the process."""
+    def __init__(
+        self, hear: Callable[[DeviceBroken], None] = lambda error: None, end: Callable[[], None] = lambda: os._exit(1)
+    ) -> None:
+        """`hear`: tells the controller; `end`: ends the process."""
+        self._hear = hear
         self._end = end
-        self._told = threading.Event()
-        self._error: DeviceBroken | None = None
-
-    def wait(self) -> NoReturn:
-        """Wait until the device has failed, then raise that."""
-        self._told.wait()
-        assert self._error is not None, "it was told"
-        raise self._error
 
     def tell(self, error: DeviceBroken) -> NoReturn:
-        """Tell whoever waits, and never return: nothing that this thread could answer is of use any more."""
-        self._error = error
-        self._told.set()
+        """Tell of the failure, and never return: nothing that this thread could answer is of use any more."""
+        self._hear(error)
         # The controller ends this process as soon as it has heard of it.
         threading.Event().wait(GRACE_S)
         self._end()

@@ -69,6 +69,7 @@ class Saver:
         self._open: tuple[int, int] | None = None
         """Step and generation of the checkpoint whose end has not been reported yet."""
         self._settled = threading.Event()
+        self._written: Written | None = None
         self._part: Part | None = None
         self._unfit: TrainingError | None = None
         self.copied = -1
@@ -86,8 +87,13 @@ class Saver:
     def settled(self, step: int, generation: int) -> None:
         """Record that a checkpoint is complete, or will never be."""
         if self._open == (step, generation):
-            self._open = None
+            self._open = self._written = None
             self._settled.set()
+
+    @property
+    def written(self) -> Written | None:
+        """What was reported of a share, if the end of its checkpoint was not."""
+        return self._written
 
     def busy(self) -> bool:
         """Return whether an earlier checkpoint is in progress.
@@ -139,7 +145,7 @@ class Saver:
         stall_s = time.monotonic() - start
         self._free.clear()
         self._settled.clear()
-        self._open = step, part.of.generation
+        self._open, self._written = (step, part.of.generation), None
         self.copied = step
 
         def told(share: Share | None, error: str, outage: Outage | None = None) -> Written:
@@ -161,8 +167,13 @@ class Saver:
         what = f"{self._run.where} has accepted no data of it for {STILL_S:g} s"
         self._total = sum(copy.data.nbytes for copy in copies)
         self._moved(0)
-        self._late = lambda: part.tell(told(None, what))
+        self._late = lambda: self._tell(part, told(None, what))
         self._threads.submit(self._write, part, step, copies, holding.allowed, told)
+
+    def _tell(self, part: Part, written: Written) -> None:
+        if self._open == (written.step, written.generation):
+            self._written = written
+        part.tell(written)
 
     def _moved(self, taken: int) -> None:
         self._taken, self._progress = taken, time.monotonic()
@@ -191,16 +202,16 @@ class Saver:
             share = retry(
                 lambda: write_share(run, name, part.of.writer, part.of.writers, copies, self._moved), failed=failed
             )
-            part.tell(told(share, ""))
+            self._tell(part, told(share, ""))
         except TrainingError as failure:
             self._unfit = failure
-            part.tell(told(None, str(failure)))
+            self._tell(part, told(None, str(failure)))
         except StorageError as failure:
-            part.tell(told(None, str(failure), *outages))
+            self._tell(part, told(None, str(failure), *outages))
         except RaytrainError as failure:
-            part.tell(told(None, str(failure)))
+            self._tell(part, told(None, str(failure)))
         except Exception:
-            part.tell(told(None, traceback.format_exc()))
+            self._tell(part, told(None, traceback.format_exc()))
         finally:
             self._late = None
             self._free.set()

@@ -22,6 +22,7 @@ from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.state.transfer import Snapshot, snapshot_digest
+from raytrain_plus.workers.epochs import PEER
 from raytrain_plus.workers.messages import Buddy, Sent
 
 SEND_S = 60.0
@@ -91,7 +92,10 @@ class Copier:
             self.send_to(*self._early)
 
     def send_to(self, generation: int, buddy: Buddy | None) -> None:
-        """Send copies to another keeper from now on, including the one in progress."""
+        """Send copies to another keeper from now on, including the one in progress.
+
+        A controller that has not heard of the latter hears of it so, also if no keeper is available.
+        """
         with self._lock:
             if generation > self._generation:
                 self._early = generation, buddy
@@ -99,7 +103,7 @@ class Copier:
                 return
             self._buddy = buddy
             self._copies = self._copies or buddy is not None
-            self._alone = False
+            self._alone = self._alone and buddy is None
             # If it is already being sent, the sender notices the change itself.
             if self._open is not None and (self._sending is None or self._sending.done()):
                 self._sending = self._thread.submit(self._send, self._open)
@@ -180,6 +184,11 @@ class Copier:
             ]
             return max(steps, default=None)
 
+    def copies(self) -> list[tuple[int, Stage, int]]:
+        """Return the steps and stages of which copies are here, each with the generation that made it."""
+        with self._lock:
+            return [(step, stage, kept.generation) for (step, stage), kept in self._kept.items()]
+
     def sound(self, step: int, stage: Stage) -> bool:
         """Return whether that copy is here, and undamaged."""
         found = self.find(step, stage)
@@ -238,7 +247,7 @@ class Copier:
 
     def _arrived(self, out: _Out, buddy: Buddy, snapshot: Snapshot) -> bool:
         """Send a copy; return whether the buddy has it, or False if it is no longer needed."""
-        reference = buddy.actor.call.remote("keep_copy", out.kept.generation, out.stage, snapshot)
+        reference = buddy.actor.call.remote(PEER, "keep_copy", out.kept.generation, out.stage, snapshot)
         until = time.monotonic() + SEND_S + out.sent.bytes / BYTES_PER_S
         while not ray.wait([reference], timeout=AGAIN_S)[0]:
             if self._open is not out:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
@@ -21,7 +21,7 @@ from raytrain_plus.audit.audit_record import read_record
 from raytrain_plus.controller.group.formation import InWorld
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.errors import Interrupted, WorkerLost
-from raytrain_plus.job.settings import EarlyStop, Job
+from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece
@@ -37,7 +37,7 @@ from raytrain_plus.training.exchange.early_stop import verdict
 from raytrain_plus.training.exchange.header import either
 from raytrain_plus.training.exchange.step_records import Activity, StepRecord
 from raytrain_plus.workers.messages import Assignment, Layers, Outcome, Sent, Written
-from tests.unit.controller.fakes import LaterThread, Run
+from tests.unit.controller.fakes import LaterThread, Run, job_of
 from tests.unit.controller.simulated_worker import (
     METRIC,
     ROWS,
@@ -91,12 +91,16 @@ class Ends(Run):
         self.checked = set[str]()
         self.run = LocalFolder(folder)
         super().__init__(folder, job, load_history(self.run) if folder.exists() else None)
+        self.attach()
+        self.begin()
+
+    def attach(self) -> None:
+        """Run the controller's threads when their turn comes."""
         self.publisher, self.exporter = LaterThread(), LaterThread()
         engine: Any = self.engine
         engine._checkpoints._publisher._thread = self.publisher
         engine._exporter._thread = self.exporter
         self.workers.exports = self._export
-        self.begin()
 
     # What the controller asks
 
@@ -120,6 +124,8 @@ class Ends(Run):
                 process.settled.add(arguments)
                 if process.open == arguments:
                     process.open = None
+                if process.told is not None and (process.told.step, process.told.generation) == arguments:
+                    process.told = None
             elif method == "copied":
                 generation, step = arguments
                 kept = {at: made for at, made in process.copies.items() if (made, at[0]) >= (generation, step)}
@@ -259,6 +265,10 @@ class Ends(Run):
             answer = None
         else:
             raise AssertionError(method)
+        self.answer(name, method, answer)
+
+    def answer(self, name: str, method: str, answer: Any) -> None:
+        """Answer a call of the controller."""
         self.workers.answer(name, method, answer)
 
     def hear_early(self, name: str, part: Part) -> None:
@@ -404,6 +414,7 @@ class Ends(Run):
         part = self.part_of(name)
         records = self.on_our_clock(process.member.records[part.reported :])
         part.reported = len(process.member.records)
+        process.kept += [(part.assignment.share.generation, record) for record in records]
         self.engine.loop.put(Reported(name, part.assignment.generation, records))
 
     def on_our_clock(self, records: Sequence[Any]) -> list[Any]:
@@ -427,7 +438,13 @@ class Ends(Run):
             if process.stage.of > held.of or process.stage.ranks > held.ranks or process.owned is not None:
                 process.holds, process.stage, process.owned = part.before
         records = [] if member is None else self.on_our_clock(member.records[part.reported :])
-        self.workers.answer(name, "serve", self.outcome(process, why, member, records))
+        process.kept += [(part.assignment.share.generation, record) for record in records]
+        process.why = why
+        self.came_out(name, self.outcome(process, why, member, records))
+
+    def came_out(self, name: str, outcome: Outcome) -> None:
+        """Tell the controller how a member came out."""
+        self.workers.answer(name, "serve", outcome)
 
     def send(self, name: str) -> None:
         """Have a copy of a worker's state arrive at its buddy."""
@@ -457,21 +474,22 @@ class Ends(Run):
         if process.part is not None and not process.part.left:
             process.part.history.append(("wrote",))
         process.free = True
-        self.engine.loop.put(
-            Written(
-                step=shared.step,
-                generation=share.generation,
-                writer=share.writer,
-                writers=share.writers,
-                share=written,
-                tree=tree_of(tensors, share),
-                weights=dict.fromkeys(weights_in(tensors), True),
-                metrics=shared.metrics,
-                time=1e9 + self.time.now,
-                stall_s=0.0,
-                error="",
-            )
+        told = Written(
+            step=shared.step,
+            generation=share.generation,
+            writer=share.writer,
+            writers=share.writers,
+            share=written,
+            tree=tree_of(tensors, share),
+            weights=dict.fromkeys(weights_in(tensors), True),
+            metrics=shared.metrics,
+            time=1e9 + self.time.now,
+            stall_s=0.0,
+            error="",
         )
+        if (shared.step, share.generation) not in process.settled:
+            process.told = told
+        self.engine.loop.put(told)
 
     # The walk
 
@@ -570,3 +588,49 @@ def expected_of(job: Job, steps: int, metric: Callable[[int], float]) -> Expecte
     last = steps - 1 if found.over is None else found.over
     model = found.best if isinstance(job.best, EarlyStop) and found.best is not None else last
     return Expected(last + 1, found.over is not None, model, found.best)
+
+
+LAYERS = tuple(Layer(name, 1.0, 64, parameters=8) for name in "ab")
+SLICED = tuple(Layer(name, 1.0, 64, parameters=8, sliced_bytes=32, sliced_parameters=4) for name in "ab")
+
+
+class Case(NamedTuple):
+    """A job, and what its workers say of its model."""
+
+    job: Job
+    layers: tuple[Layer, ...] = ()
+    rows: bool = False
+
+
+def case_of(draw: Random) -> Case:
+    """Draw a layout, when checkpoints are made, and what evaluations decide."""
+    one, two = Parallel(pipeline=2), Parallel(pipeline=2, schedule="gpipe")
+    divided = Parallel(sharded="optimizer", holders=draw.choice((1, 2)))
+    parallel, workers, layers = draw.choice(
+        (
+            (Parallel(), (1, draw.choice((1, 2))), ()),
+            (one, (draw.choice((1, 2)), 2), LAYERS),
+            (two, (2, 4), LAYERS),
+            (Parallel(tensor=2), (draw.choice((1, 2)), draw.choice((2, 4))), SLICED),
+            (divided, (draw.choice((1, 2)), 2), ()),
+        )
+    )
+    rule = draw.choice(("stop", "stop", "best", "best", "none"))
+    evaluated = rule != "none" or draw.random() < 0.3
+    best = KeepBest(metric=METRIC, mode=draw.choice(("min", "max"))) if rule == "best" else None
+    job = job_of(
+        *workers,
+        draw.choice((0, 0, 1)),
+        steps=draw.randrange(3, 10),
+        parallel=parallel,
+        evaluate=Evaluate(path="x", every_steps=draw.randrange(1, 4)) if evaluated else None,
+        early_stop=EarlyStop(metric=METRIC, patience=draw.randrange(1, 4)) if rule == "stop" else None,
+        checkpoint=Checkpoint(
+            every_steps=draw.choice((None, 1, 2, 3, 7)),
+            every_s=draw.choice((None, 0.05)),
+            keep=draw.choice((1, 2)),
+            keep_best=best,
+        ),
+        elastic=Elastic(copy_every=draw.choice((1, 2, 10))),
+    )
+    return Case(job, layers, parallel.sharded != "none")

@@ -27,7 +27,7 @@ from raytrain_plus.observe.gauges import GaugeValues
 from raytrain_plus.parallel.sizing import size_table
 from raytrain_plus.runs.history import Past
 from raytrain_plus.training.exchange.step_records import StepRecord
-from raytrain_plus.workers.messages import Assignment, Outcome, Plan, PreparedReport, WorkerLocation
+from raytrain_plus.workers.messages import AdoptionReport, Assignment, Outcome, Plan, PreparedReport, WorkerLocation
 from tests.support.listeners import FakeListeners
 
 SHARDS = 2
@@ -52,6 +52,8 @@ class FakeWorkers:
         """All calls so far, pulses apart."""
         self.exports: Callable[[str, str, tuple[Any, ...]], Any] = lambda worker, method, arguments: []
         """What a call that is waited for returns: of worker, method and arguments."""
+        self.reports: Callable[[], Mapping[str, AdoptionReport]] = dict
+        """What the workers say that another controller has left."""
         self.stood_by: dict[str, str] = {}
         """The node of each member that a standby was asked for."""
         self.vacant: list[str] = []
@@ -125,6 +127,11 @@ class FakeWorkers:
     def shutdown(self) -> None:
         self._alive.clear()
 
+    def adopt(self, epoch: int, limit_s: float) -> Mapping[str, AdoptionReport]:
+        found = self.reports()
+        self._alive = {name: lambda future: None for name in found}
+        return found
+
     def owes(self, name: str, method: str) -> bool:
         """Return whether a call of this method has no answer yet."""
         return bool(self._asked.get((name, method)))
@@ -188,6 +195,10 @@ class FakeHost:
     cluster = "127.0.0.1:6379"
     name = "run/1"
     actor = "the controller"
+    moved = 0
+
+    def move(self) -> None:
+        self.moved += 1
 
 
 class FakeTime:
@@ -262,6 +273,14 @@ def order_of(job: Job, folder: Path, past: Past | None = None) -> RunOrder:
     )
 
 
+def location_of(name: str, node: str = "n") -> WorkerLocation:
+    return WorkerLocation(worker=name, pid=1, node=node, address="127.0.0.1")
+
+
+def ready_of(**ready: Any) -> PreparedReport:
+    return PreparedReport(**{"parameters": 10, "state_bytes": 80, **ready})
+
+
 class Run:
     """A run whose workers do what a test says, and everything that the controller has told."""
 
@@ -279,11 +298,17 @@ class Run:
             "expected": (workers.max or workers.min) + workers.spares,
         }
         self.workers, self.nodes, self.time = FakeWorkers(), FakeNodes(), FakeTime()
-        metrics: Any = FakeMetrics()
         self.listeners = FakeListeners()
-        self.engine = Engine(
+        self.limits = Limits(**{**limits, **changes})
+        self.order = order
+        self.engine = self.engine_of(order)
+
+    def engine_of(self, order: RunOrder) -> Engine:
+        """Return a controller of the run with this order, and these workers."""
+        metrics: Any = FakeMetrics()
+        return Engine(
             order,
-            Limits(**{**limits, **changes}),
+            self.limits,
             0.0,
             workers=self.workers,
             nodes=self.nodes,
@@ -318,10 +343,10 @@ class Run:
 
     def prepare(self, name: str, node: str = "n", **ready: Any) -> None:
         """Prepare a started worker until it can join."""
-        self.workers.answer(name, "location", WorkerLocation(worker=name, pid=1, node=node, address="127.0.0.1"))
+        self.workers.answer(name, "location", location_of(name, node))
         self.turn()
         self.workers.answer(name, "clock", 1e9 + self.time.now)
-        self.workers.answer(name, "prepare", PreparedReport(**{"parameters": 10, "state_bytes": 80, **ready}))
+        self.workers.answer(name, "prepare", ready_of(**ready))
         self.turn()
 
     def train(self, *names: str) -> None:

@@ -36,7 +36,7 @@ from raytrain_plus.training.exchange.header import Flags
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.passes.metric_sums import Means, MetricSums
 from raytrain_plus.training.step.loop import Companions, Evaluation, Span, StepTimeouts, train
-from raytrain_plus.workers.messages import Assignment, Layers, ShareOf
+from raytrain_plus.workers.messages import Assignment, Layers, ShareOf, Written
 from tests.unit.controller.fakes import NOTES, SHARDS
 
 ROWS = 4
@@ -330,3 +330,9 @@ class Process:
     sends: list[int] = field(default_factory=list)
     """The steps of its own copies that its buddy does not have yet."""
     buddy: str | None = None
+    why: str = "interrupted"
+    """How it came out of its last generation."""
+    kept: list[tuple[int, Any]] = field(default_factory=list)
+    """What no controller has confirmed of what it has reported, each with its generation's number."""
+    told: Written | None = None
+    """What it has reported of its share of a checkpoint whose end it has not heard of."""

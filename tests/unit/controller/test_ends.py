@@ -12,61 +12,14 @@ import pytest
 from raytrain_plus.controller.checkpoints import checkpointing
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
 from raytrain_plus.controller.record.generation_numbers import GenerationNumbers
-from raytrain_plus.job.settings import Checkpoint, EarlyStop, Elastic, Evaluate, Job, KeepBest, Parallel
+from raytrain_plus.job.settings import Job
 from raytrain_plus.membership import events, state_machine
 from raytrain_plus.membership.group_state import Phase
 from raytrain_plus.membership.pieces import Pieces
 from raytrain_plus.membership.state_machine import Rule
-from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.training.exchange.early_stop import Evaluations
-from tests.unit.controller.ends import Accused, Ends, expected_of
-from tests.unit.controller.fakes import job_of
-from tests.unit.controller.simulated_worker import METRIC, Writer
-
-LAYERS = tuple(Layer(name, 1.0, 64, parameters=8) for name in "ab")
-SLICED = tuple(Layer(name, 1.0, 64, parameters=8, sliced_bytes=32, sliced_parameters=4) for name in "ab")
-
-
-class Case(NamedTuple):
-    """A job, and what its workers say of its model."""
-
-    job: Job
-    layers: tuple[Layer, ...] = ()
-    rows: bool = False
-
-
-def case_of(draw: Random) -> Case:
-    """Draw a layout, when checkpoints are made, and what evaluations decide."""
-    one, two = Parallel(pipeline=2), Parallel(pipeline=2, schedule="gpipe")
-    divided = Parallel(sharded="optimizer", holders=draw.choice((1, 2)))
-    parallel, workers, layers = draw.choice(
-        (
-            (Parallel(), (1, draw.choice((1, 2))), ()),
-            (one, (draw.choice((1, 2)), 2), LAYERS),
-            (two, (2, 4), LAYERS),
-            (Parallel(tensor=2), (draw.choice((1, 2)), draw.choice((2, 4))), SLICED),
-            (divided, (draw.choice((1, 2)), 2), ()),
-        )
-    )
-    rule = draw.choice(("stop", "stop", "best", "best", "none"))
-    evaluated = rule != "none" or draw.random() < 0.3
-    best = KeepBest(metric=METRIC, mode=draw.choice(("min", "max"))) if rule == "best" else None
-    job = job_of(
-        *workers,
-        draw.choice((0, 0, 1)),
-        steps=draw.randrange(3, 10),
-        parallel=parallel,
-        evaluate=Evaluate(path="x", every_steps=draw.randrange(1, 4)) if evaluated else None,
-        early_stop=EarlyStop(metric=METRIC, patience=draw.randrange(1, 4)) if rule == "stop" else None,
-        checkpoint=Checkpoint(
-            every_steps=draw.choice((None, 1, 2, 3, 7)),
-            every_s=draw.choice((None, 0.05)),
-            keep=draw.choice((1, 2)),
-            keep_best=best,
-        ),
-        elastic=Elastic(copy_every=draw.choice((1, 2, 10))),
-    )
-    return Case(job, layers, parallel.sharded != "none")
+from tests.unit.controller.ends import Accused, Ends, case_of, expected_of
+from tests.unit.controller.simulated_worker import Writer
 
 
 def run_to_its_end(folder: Path, seed: int) -> None:

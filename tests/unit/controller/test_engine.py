@@ -16,6 +16,7 @@ from raytrain_plus.controller.event_loop import VACANT_S
 from raytrain_plus.controller.group.formation import FIRST_STANDBY_S, STANDBY_S
 from raytrain_plus.controller.group.members import Reported
 from raytrain_plus.controller.group.model_hand_over import ENDS_KEPT, EXPORT_AGAIN_S, EXPORT_TRIES
+from raytrain_plus.controller.group.monitor import Requested
 from raytrain_plus.controller.group.nodes import Draining, NodeLost
 from raytrain_plus.data.paths.sight import Sight
 from raytrain_plus.errors import (
@@ -26,6 +27,7 @@ from raytrain_plus.errors import (
     InputError,
     Interrupted,
     RunError,
+    StaleController,
     StorageError,
 )
 from raytrain_plus.job.settings import Checkpoint, Parallel
@@ -73,7 +75,7 @@ def test_every_command_has_a_handler(started: Started) -> None:
 def test_workers_that_have_started_form_a_world_and_train(started: Started) -> None:
     run = started(A, B)
     asked = ("location", "clock", "prepare")
-    calls = [*[(name, what) for name in (A, B) for what in asked], (A, "serve"), (B, "serve")]
+    calls = [(name, what) for name in (A, B) for what in (*asked, "serve", "formed")]
     assert sorted(run.workers.take()) == sorted(calls)
     assert run.phase == "TRAIN"
     assert run.told("view_formed")["members"] == [
@@ -763,3 +765,40 @@ def test_two_gpus_that_fail_alike_in_a_step_end_the_run(started: Started) -> Non
     run.turn()
     assert run.engine.closing is not None
     assert (run.engine.closing.result.status, ILLEGAL in str(run.engine.closing.error)) == ("failed", True)
+
+
+def test_a_request_is_in_the_record_before_whoever_asks_is_answered(started: Started) -> None:
+    run, noted = started(A, B), list[bool]()
+    for number, message in enumerate((e.Rescale(1, 3, 1), e.Stop(), e.Stop())):
+        what = "stop" if isinstance(message, e.Stop) else "rescale"
+        numbers = {} if what == "stop" else {"minimum": 1, "maximum": 3, "spares": 1}
+        run.put(Requested(what, numbers, lambda: noted.append("requested" in run.kinds())))
+        run.until(lambda count=number: len(noted) > count)
+        run.put(message)
+    # A second stop says nothing new.
+    assert [event["what"] for event in run.events if event["kind"] == "requested"] == ["rescale", "stop"]
+    assert noted == [True] * 3
+
+
+def test_a_controller_that_its_workers_refuse_ends_none_of_them(started: Started) -> None:
+    run = started(A, B)
+    run.workers.die(A, error=StaleController("controller 0 is refused"))
+    with pytest.raises(StaleController):
+        run.turn()
+    assert set(run.workers) == {A, B}
+    assert "worker_lost" not in run.kinds()
+
+
+def test_the_controller_moves_from_a_node_that_will_leave_once_nothing_waits_for_it(started: Started) -> None:
+    run = started(A, B)
+    host: Any = run.engine._host
+    engine: Any = run.engine
+    engine._checkpoints._publishing.add("one")
+    run.put(Draining({"here": None}))
+    run.turn(0.1)
+    assert host.moved == 0
+    engine._checkpoints._publishing.clear()
+    run.turn(0.1)
+    run.until(lambda: host.moved)
+    run.turn(0.1)
+    assert host.moved == 1

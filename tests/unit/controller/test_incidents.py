@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.controller.record.incidents import Incidents
+from raytrain_plus.controller.record.sums.incidents import Incidents
 
 A, B, C = ({"worker": name} for name in "abc")
 

@@ -50,7 +50,7 @@ def record_of(run: Folder) -> RunRecord:
 @pytest.fixture
 def record(run: Folder) -> Iterator[RunRecord]:
     made = record_of(run)
-    made.open(Fence(run, 0), Beginning("name: x\n", {}, {}, "here"))
+    made.open(Fence(run, 0), Beginning("name: x\n", {}, {}, "here", node="here"))
     yield made
     made.journal.close()
 
@@ -63,12 +63,12 @@ def test_a_follower_from_far_back_gets_events_dropped_from_memory(record: RunRec
     assert record.journal._followed.in_memory <= 2 * KEPT
     got: list[str] = []
     cursor = 0
-    while cursor < count + 1:
+    while cursor < count + 2:
         events = record.journal.follow(cursor, 1)
         cursor += len(events)
         got += [event["kind"] if "node" not in event else event["node"] for event in events]
-    assert got == ["run_started", *(f"node-{number}" for number in range(count))]
-    assert record.journal.follow(count + 1, 0.01) == []
+    assert got == ["run_started", "here", *(f"node-{number}" for number in range(count))]
+    assert record.journal.follow(count + 2, 0.01) == []
 
 
 def test_a_workers_clock_is_known_to_the_duration_of_the_call(record: RunRecord) -> None:
@@ -185,7 +185,7 @@ def test_all_events_are_in_the_folder_in_the_end(run: Folder) -> None:
     )
     kinds = [event["kind"] for event in read_events(run)]
     steps_and_evaluations = ["step_committed", "evaluated"] * 2
-    assert kinds == ["run_started", "waiting", *steps_and_evaluations, "run_finished"]
+    assert kinds == ["run_started", "controller_started", "waiting", *steps_and_evaluations, "run_finished"]
     assert set(run.files()) >= {"job.yaml", "dataset.json", "result.json", "claims/00000001.json"}
     assert "lease.json" not in run.files()
     assert len(run.files("ledger")) == 1
@@ -258,7 +258,7 @@ def test_the_result_is_written_when_nothing_else_is_missing(tmp_path: Path, monk
     run.fails = False
     record.finish("x", "failed", "no", export, 0.0)
     record.journal.close()
-    assert run.there[0] == ("run_started", "step_committed", "run_finished")
+    assert run.there[0] == ("run_started", "controller_started", "step_committed", "run_finished")
     assert [event["status"] for event in read_events(run) if event["kind"] == "run_finished"] == ["finished", "failed"]
 
 

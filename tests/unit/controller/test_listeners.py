@@ -12,14 +12,12 @@ import pytest
 from raytrain_plus.controller.record import listeners as module
 from raytrain_plus.controller.record.listeners import LocalListeners
 from raytrain_plus.controller.record.listeners_actor import RayListeners, listeners_on
-from raytrain_plus.job.task_loader import run_facts
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.trackers.listened import CalledTask
 from raytrain_plus.observe.trackers.tensorboard import TensorBoard
 from raytrain_plus.storage.folders.local import LocalFolder
 from tests.support.events import committed, shown, tell
 from tests.support.listeners import listened, until
-from tests.unit.controller.fakes import job_of
 
 
 @pytest.fixture
@@ -43,9 +41,8 @@ def begun(run: Path) -> LocalListeners:
 
 
 def test_only_trackers_and_callbacks_need_a_process(tmp_path: Path) -> None:
-    job = job_of()
     called = CalledTask(
-        task="x:X", pickled_task=None, roots=(), args={}, facts=run_facts(job, 3), checkpoints=str(tmp_path)
+        task="x:X", pickled_task=None, roots=(), args={}, total_steps=3, batch_size=8, rows=0, checkpoints=str(tmp_path)
     )
     assert isinstance(listeners_on(listened(tmp_path), "ab", None), LocalListeners)
     assert isinstance(listeners_on(listened(tmp_path, trackers=("mlflow",)), "ab", None), RayListeners)

@@ -21,6 +21,6 @@ def test_only_a_task_that_hears_of_its_run_is_called(tmp_path: Path) -> None:
     called = told.task
     assert called is not None
     assert (called.task, called.args) == (order.plan.job.task, order.plan.job.args)
-    assert (called.facts.total_steps, called.facts.batch_size) == (order.plan.steps, order.plan.job.data.batch_size)
+    assert (called.total_steps, called.batch_size) == (order.plan.steps, order.plan.job.data.batch_size)
     assert called.checkpoints == str(tmp_path / "run" / "checkpoints")
     assert told.names == ["TensorBoard", "mlflow", "the task's callbacks"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytrain_plus.controller.record.stage_idle import Bubble
+from raytrain_plus.controller.record.sums.stage_idle import Bubble
 from raytrain_plus.membership.mesh import Shape
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.parallel.pipeline.timeline import Action, Bar

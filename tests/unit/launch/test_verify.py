@@ -17,7 +17,7 @@ import torch
 from raytrain_plus import Data, Job, Parallel, Workers
 from raytrain_plus.errors import InputError, RunError
 from raytrain_plus.launch import verify as module
-from raytrain_plus.launch.verify import CULPRITS, ComparedRun, Comparison, verify
+from raytrain_plus.launch.verify import CULPRITS, ComparedRun, Comparison, Kills, verify
 from raytrain_plus.observe.run_events import EventLog
 from raytrain_plus.result import Result
 from raytrain_plus.state.stored.checkpoint import commit
@@ -46,7 +46,7 @@ class Fakes:
     cuts: list[int] = field(default_factory=list)
     """The numbers of steps of the runs that searched for a difference."""
 
-    def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> ComparedRun:
+    def trial(self, job: Job, folder: Path, name: str, size: int, kills: Kills, roots: object) -> ComparedRun:
         assert job.steps is not None
         last = job.steps - 1
         self.made.append(name)
@@ -65,8 +65,8 @@ class Fakes:
             ComparedRun(
                 workers=size,
                 to_form=size,
-                to_kill=kills,
-                killed=kills,
+                to_kill=kills.all,
+                killed=kills.all,
                 state_sha256=f"{self.model(size, last)} {self.moments(size, last)}",
                 losses=tuple(self.loss(size, step) for step in range(job.steps)),
                 metrics={"accuracy": self.metric(size)},
@@ -136,7 +136,7 @@ def test_a_difference_in_a_loss_alone(judged: Callable[..., Comparison]) -> None
 
 def test_a_difference_that_does_not_repeat(judged: Callable[..., Comparison]) -> None:
     class Once(Fakes):
-        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> ComparedRun:
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: Kills, roots: object) -> ComparedRun:
             made = super().trial(job, folder, name, size, kills, roots)
             return replace(made, state_sha256="another") if name == "1-0" else made
 
@@ -146,7 +146,7 @@ def test_a_difference_that_does_not_repeat(judged: Callable[..., Comparison]) ->
 
 def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Comparison]) -> None:
     class Failing(Fakes):
-        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> ComparedRun:
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: Kills, roots: object) -> ComparedRun:
             if name.startswith("to-"):
                 raise RunError("no room")
             return super().trial(job, folder, name, size, kills, roots)
@@ -157,7 +157,7 @@ def test_a_failed_search_reports_how_far_it_came(judged: Callable[..., Compariso
 
 def test_a_run_that_ended_before_its_kills_is_repeated(judged: Callable[..., Comparison]) -> None:
     class Late(Fakes):
-        def trial(self, job: Job, folder: Path, name: str, size: int, kills: int, roots: object) -> ComparedRun:
+        def trial(self, job: Job, folder: Path, name: str, size: int, kills: Kills, roots: object) -> ComparedRun:
             made = super().trial(job, folder, name, size, kills, roots)
             return replace(made, killed=0) if name == "1-0" else made
 
@@ -205,7 +205,7 @@ def test_a_size_that_makes_no_step_faster_is_smaller_with_kills(
 
     monkeypatch.setattr(module, "run", made)
     monkeypatch.setattr(module, "audit", lambda path: SimpleNamespace(clean=True))
-    trial = module._trial(JOB, tmp_path, "0", 5, kills, ())
+    trial = module._trial(JOB, tmp_path, "0", 5, Kills(kills), ())
     assert (trial.workers, trial.to_form, trial.as_asked) == (to_form, to_form, not kills)
 
 
@@ -222,7 +222,7 @@ def test_a_given_partition_is_used_by_trials_with_its_stages(
     monkeypatch.setattr(module, "run", made)
     staged = replace(JOB, workers=Workers(min=2), parallel=Parallel(pipeline=2, partition=("in", "out")))
     with pytest.raises(RunError, match="seen"):
-        module._trial(staged, tmp_path, "0", size, 0, ())
+        module._trial(staged, tmp_path, "0", size, Kills(), ())
     assert [(one.pipeline, one.partition) for one in given] == [(size, partition)]
 
 

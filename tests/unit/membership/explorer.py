@@ -1,7 +1,8 @@
 """Drive the group's state machine through every order of events in a small world, and check its invariants.
 
 The world is made of processes that start, join, step, die and answer. Messages are delivered in any order between
-workers (in order from one), may be lost if the real ones may, and may come twice. Messages without any effect - from an
+workers (in order from one), may be lost if the real ones may, and may come twice. The controller may die: what it knew
+is gone, and another takes over the workers by what they say of themselves. Messages without any effect - from an
 earlier generation, from an unknown worker, or from one that has left - are in no world's mail: instead every world
 checks that the machine ignores them.
 """
@@ -10,16 +11,17 @@ from __future__ import annotations
 
 import marshal
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import combinations
 from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from raytrain_plus.membership import adoption, state_machine
 from raytrain_plus.membership import events as e
-from raytrain_plus.membership import state_machine
 from raytrain_plus.membership.group_state import Group, Limits, Phase, members_in, shape_for
 from raytrain_plus.membership.mesh import Donor, Stage
 from raytrain_plus.membership.pieces import union
@@ -45,8 +47,22 @@ class Proc(NamedTuple):
     """What it held when it began to take another stage, until that generation has made a step."""
     copying: bool = False
     interrupted: bool = False
-    copies: tuple[tuple[int, Stage, int], ...] = ()
-    """(step, stage, history) of the copies that it also keeps."""
+    copies: tuple[tuple[int, Stage, int, int], ...] = ()
+    """(step, stage, history, generation) of the copies that it also keeps."""
+    called: int = -1
+    """The newest generation that it was called into."""
+    joined: bool = False
+    """It was in the world of that generation, with the state."""
+    why: e.Why = "paused"
+    """How it came out of that."""
+
+
+class Charter(NamedTuple):
+    """What the members of one generation keep of it, and what the record says of the time since."""
+
+    group: Group
+    void_above: int | None = None
+    """The lowest step to which the run has gone back since."""
 
 
 class World(NamedTuple):
@@ -83,6 +99,13 @@ class World(NamedTuple):
     copies: int = 0
     misfits: int = 0
     """How many partitions, the smallest first, may turn out too large for a worker before any world."""
+    controllers: int = 0
+    """How many controllers may die once a world is being formed. Before, no worker has a charter: all of them end, and
+    the run begins again."""
+    charters: tuple[Charter, ...] = ()
+    """Those that any living worker keeps as its newest; none once no controller may die any more."""
+    recorded: int = -1
+    """The highest step that the record has as committed: it goes back when a view is formed."""
     wishes: tuple[tuple[int, int, int], ...] = ()
     """Numbers of workers - minimum, maximum, spares - that will be requested, in this order."""
     noticed: tuple[str, ...] = ()
@@ -183,6 +206,7 @@ def first_world(
     damages: int = 0,
     copies: int = 0,
     misfits: int = 0,
+    controllers: int = 0,
     wishes: tuple[tuple[int, int, int], ...] = (),
     durable: int = -1,
     alike: bool = False,
@@ -203,8 +227,10 @@ def first_world(
         damages=damages,
         copies=copies,
         misfits=misfits,
+        controllers=controllers,
         wishes=wishes,
         announced=durable,
+        recorded=durable,
         alike=alike,
     )
     return _obey(world, commands)
@@ -253,7 +279,10 @@ def _key(world: World) -> Any:
             real = proc.inside >= 0, _number(held), proc.copying and going, proc.interrupted
             real += _place(proc.stage), proc.summed, going and name in world.summed, proc.line == world.line
             real += ((-3, (-1, 0)) if proc.before is None else (proc.before[0], _place(proc.before[1])),)
-            real += (tuple(sorted((step, _place(stage), line == world.line) for step, stage, line in proc.copies)),)
+            kept = ((step, _place(stage), line == world.line, made) for step, stage, line, made in proc.copies)
+            real += (tuple(sorted((*copy, generation - made if world.charters else 0) for *copy, made in kept)),)
+            if world.charters:
+                real += generation - proc.called, proc.joined, proc.why
         lead = phase is Phase.CLOSE and name in dict(group.leads)
         seat = group.seats.index(name) if name in group.seats and group.shape.layout != (1, 1) else name in group.seats
         roles = seat, name in world.starting, [_place(stage) for giver, stage in givers if giver == name], lead
@@ -283,6 +312,30 @@ def _key(world: World) -> Any:
         (world.deaths, world.arrivals, world.drains, world.doubles, world.losses, world.faults, world.lates),
         (world.stops, world.saves, world.damages, world.copies, world.misfits, world.wishes),
         (group.limits.sizes.stage_counts, group.limits.sizes.minimum),
+        (world.controllers, world.recorded, tuple(_charter_key(world, charter) for charter in world.charters)),
+    )
+
+
+def _charter_key(world: World, charter: Charter) -> Any:
+    """Return what distinguishes charters: if workers are alike, those with the same numbers are treated as the same."""
+    group, now = charter.group, world.group
+    workers = []
+    places = list(dict.fromkeys((*now.seats, *now.workers, *dict(world.procs))))
+    for name in dict.fromkeys((*group.seats, *group.workers)):
+        known = group.workers.get(name)
+        told: tuple[Any, ...] = ()
+        if known:
+            told = known.state, _number(known.holds), known.leaving, known.unwanted, known.proved, _place(known.stage)
+            told += (tuple(sorted((step, _place(stage)) for step, stage in known.copies)),)
+        workers.append((name in group.seats, places.index(name) if name in places else -1, told))
+    workers.sort()
+    return (
+        now.generation - group.generation,
+        workers,
+        group.shape.sizes,
+        (group.committed, group.again, group.unformed, group.stopping, group.finished, group.failure),
+        tuple((at, fault, group.generation - before) for at, fault, before in group.faults),
+        charter.void_above,
     )
 
 
@@ -312,7 +365,10 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             # The run has resumed from an earlier step meanwhile.
             yield world._replace(mail=rest)
             continue
-        yield from _deliver(world._replace(mail=rest), message)
+        heard = world._replace(mail=rest)
+        if isinstance(message, e.Notice):
+            heard = heard._replace(noticed=(*world.noticed, message.worker))
+        yield from _deliver(heard, message)
         if world.doubles and isinstance(message, (e.Ready, e.Joined, e.Left, e.Lost)):
             for after in _deliver(world._replace(mail=(*rest, message), doubles=world.doubles - 1), message):
                 if message in after.mail:
@@ -359,11 +415,15 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             took("death")
             gone = tuple((other, entry) for other, entry in world.procs if other != name)
             yield world._replace(procs=gone, mail=(*world.mail, e.Lost(name)), deaths=world.deaths - 1)
-        if world.drains and name in world.group.workers and name not in world.noticed:
+        if (
+            world.drains
+            and name in world.group.workers
+            and name not in world.noticed
+            and e.Notice(name) not in world.mail
+        ):
             took("drain")
             # No other will start in its place.
-            noticed = (*world.noticed, name)
-            left = world._replace(drains=world.drains - 1, noticed=noticed, capacity=world.capacity - 1)
+            left = world._replace(drains=world.drains - 1, noticed=(*world.noticed, name), capacity=world.capacity - 1)
             yield from _deliver(left, e.Notice(name))
         if proc.inside != generation or proc.inside < 0:
             continue
@@ -384,7 +444,7 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
             if formed and not peers_gone and all(giver in procs for giver in givers):
                 took("copied")
                 donor_holds = world.begun
-                done = proc._replace(copying=False, holds=donor_holds, stage=stage, line=world.line)
+                done = proc._replace(copying=False, joined=True, holds=donor_holds, stage=stage, line=world.line)
                 yield _with(
                     world._replace(
                         mail=(*world.mail, e.Joined(name, generation)),
@@ -425,6 +485,9 @@ def _moves(world: World, taken: dict[str, int]) -> Iterator[World]:
         ):
             took("applied")
             yield from _apply(world, name, proc, step + 1)
+    if world.charters:
+        took("controller")
+        yield from _taken_over(world)
     phase = world.group.phase
     if world.lates and phase in (Phase.JOIN, Phase.TRAIN, Phase.PAUSE, Phase.LEAVE):
         took("late")
@@ -462,7 +525,7 @@ def _copied(world: World) -> Iterator[World]:
         copies.setdefault(name, []).append(group.shape.stage(seat))
         copies.setdefault(others[(seat + 1) % len(others)], []).append(group.shape.stage(seat))
     for name, proc in procs.items():
-        kept = tuple((step, stage, world.line) for stage in copies.get(name, ()))
+        kept = tuple((step, stage, world.line, group.generation) for stage in copies.get(name, ()))
         world = _with(world, name, proc._replace(copies=kept))
     told = {name: tuple(stages) for name, stages in copies.items()}
     yield from _deliver(world._replace(copies=world.copies - 1), e.Copied(group.generation, step, told))
@@ -482,7 +545,8 @@ def _apply(world: World, name: str, proc: Proc, step: int) -> Iterator[World]:
     proven = max(min(steps), max(steps) - 1)
     if proven > world.announced and len(steps) == len(members):
         # The proof was reported before anything else that these workers will send.
-        yield from _deliver(after._replace(announced=proven), e.Committed(world.group.generation, proven))
+        after = after._replace(announced=proven, recorded=proven)
+        yield from _deliver(after, e.Committed(world.group.generation, proven))
     else:
         yield after
 
@@ -512,7 +576,7 @@ def _interrupted(world: World, name: str) -> World:
 
 def _leave(world: World, name: str, message: e.Left) -> World:
     proc = dict(world.procs)[name]
-    proc = proc._replace(inside=-1, holds=message.holds, before=None, copying=False, interrupted=False)
+    proc = proc._replace(inside=-1, holds=message.holds, before=None, copying=False, interrupted=False, why=message.why)
     return _with(world._replace(mail=(*world.mail, message)), name, proc)
 
 
@@ -528,10 +592,133 @@ def _deliver(world: World, event: e.Event) -> Iterator[World]:
         world = world._replace(announced=group.committed)
     mail = tuple(message for message in world.mail if _counts(group, message))
     world = world._replace(group=group, mail=mail)
+    yield from _carried_out(world, commands)
+
+
+def _carried_out(world: World, commands: list[e.Command]) -> Iterator[World]:
+    """Carry out the commands, or some of them, and then the controller dies."""
     yield _obey(world, commands)
     if world.alike:
-        for other, command in _equals(group, commands):
+        for other, command in _equals(world.group, commands):
             yield _obey(world._replace(group=other), [*commands[:-1], command])
+    if not world.controllers:
+        return
+    for count, command in enumerate(commands):
+        before = _obey(world, commands[:count])
+        if count:
+            yield from _taken_over(before)
+        if not isinstance(command, e.Join):
+            continue
+        if (written := _record(before, command)) != before:
+            yield from _taken_over(written)
+        names = [member.worker for member in command.view.members]
+        for size in range(1, len(names)):
+            for called in combinations(names, size):
+                yield from _taken_over(_join(before, command, called))
+
+
+def _taken_over(world: World) -> Iterator[World]:
+    """Another controller takes over the living workers, unless none of them has a charter: then it begins again."""
+    procs = dict(world.procs)
+    called = {proc.called for proc in procs.values()}
+    charters = [one for one in world.charters if one.group.generation in called]
+    if not charters:
+        return
+    numbers, noticed = world.group.limits, [name for name in world.noticed if name in procs]
+    requests: list[e.Stop | e.Rescale | e.Notice] = [e.Stop()] if world.group.stopping else []
+    if numbers != charters[-1].group.limits:
+        requests.append(e.Rescale(numbers.sizes.minimum, numbers.sizes.maximum, numbers.spares))
+    # A checkpoint that was being written may be completed, or not.
+    saved = tuple(message for message in world.mail if isinstance(message, e.Saved))
+    for mail in dict.fromkeys([(), saved]):
+        # It is known at once whose nodes will leave, or only later.
+        for told in dict.fromkeys([(), tuple(noticed)]):
+            late = tuple(e.Notice(name) for name in noticed if name not in told)
+            alone = world._replace(
+                controllers=world.controllers - 1,
+                charters=tuple(charters),
+                mail=(*mail, *late),
+                noticed=told,
+                starting=(),
+                announced=world.recorded,
+            )
+            now = [*requests, *map(e.Notice, told)]
+            yield from _adopted(alone, now)
+            # What members were to take may have been lost with the controller.
+            cut = tuple(
+                (name, proc._replace(interrupted=proc.interrupted or proc.copying)) for name, proc in alone.procs
+            )
+            if cut != alone.procs:
+                yield from _adopted(alone._replace(procs=cut), now)
+
+
+def _adopted(world: World, requests: Sequence[e.Stop | e.Rescale | e.Notice]) -> Iterator[World]:
+    newest = max(world.charters, key=lambda one: one.group.generation)
+    group, commands = adoption.adopt(
+        newest.group,
+        {name: _survivor(proc, name) for name, proc in world.procs},
+        committed=world.recorded,
+        durable=world.group.durable,
+        named=world.group.named,
+        void_above=newest.void_above,
+        requests=requests,
+    )
+    _check_adopted(world, newest.group, group, commands)
+    if group.committed < world.recorded and group.again < world.announced:
+        world = world._replace(announced=group.committed)
+    if all(proc.inside < 0 for _, proc in world.procs):
+        # A generation that no living worker was in may be formed again.
+        world = world._replace(paused=-1)
+    if not world.controllers:
+        world = world._replace(charters=())
+    mail = tuple(message for message in world.mail if _counts(group, message))
+    yield from _carried_out(world._replace(group=group, mail=mail), commands)
+
+
+def _survivor(proc: Proc, name: str) -> adoption.Survivor:
+    """Return what a worker says of itself."""
+    ready = proc.holds + 1 if proc.summed and proc.holds is not None else None
+    fault = "oops" if proc.why == "failed" else ""
+    left = e.Left(name, proc.called, proc.holds, proc.why, fault, stage=proc.stage, ready=ready)
+    return adoption.Survivor(
+        node="",
+        generation=proc.called,
+        joined=proc.joined,
+        left=None if proc.inside >= 0 else left,
+        copies=frozenset((step, stage, made) for step, stage, _, made in proc.copies),
+    )
+
+
+def _check_adopted(world: World, charter: Group, group: Group, commands: list[e.Command]) -> None:
+    """Raise `Violation` if the group is not what the living workers are."""
+    procs = dict(world.procs)
+    ended = {command.worker for command in commands if isinstance(command, e.Dismiss)}
+    started = {name for command in commands if isinstance(command, e.Start) for name in command.workers}
+    if set(group.workers) != (procs.keys() - ended) | (started - ended):
+        raise Violation(f"{sorted(group.workers)} of {sorted(procs)} are adopted")
+    joins = [command for command in commands if isinstance(command, e.Join)]
+    told = {name for command in commands if isinstance(command, e.Finish | e.Recall) for name in command.workers}
+    inside = {name for name, proc in procs.items() if proc.inside >= 0}
+    if inside & ended or (inside if joins else inside ^ (set(members_in(group)) - told)):
+        raise Violation(f"{inside} are inside, and {members_in(group)} are taken to be; {commands}")
+    if any(procs[name].inside != group.generation for name in inside):
+        raise Violation(f"{inside} are in other generations than {group.generation}")
+    if group.phase in (Phase.TRAIN, Phase.PAUSE) and not all(procs[name].joined for name in inside):
+        raise Violation("it trains, though not all have joined")
+    if group.phase is Phase.JOIN and not joins and all(procs[name].joined for name in inside):
+        raise Violation("it forms a world, though all have joined")
+    for name, worker in group.workers.items():
+        proc = procs.get(name, Proc())
+        if worker.state == "idle" and worker.holds is not None:
+            held = proc.holds, proc.stage if worker.holds >= 0 else worker.stage
+            if held != (worker.holds, worker.stage) or (worker.holds >= 0 and proc.line != world.line):
+                raise Violation(f"{name} is taken to hold {worker.holds}, {worker.stage}; it is {proc}")
+        if not all(_keeps(proc, *copy, world.line) for copy in worker.copies):
+            raise Violation(f"{name} is taken to keep {worker.copies}; it is {proc}")
+    if group.committed > world.recorded and not joins:
+        raise Violation(f"{group.committed} is taken for committed, and {world.recorded} is")
+    # Steps that are made again are recorded, and count only once they are.
+    _check_after(world, group, commands, world.recorded if world.recorded > charter.again else charter.committed)
 
 
 def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]) -> None:
@@ -539,37 +726,54 @@ def _check(world: World, event: e.Event, group: Group, commands: list[e.Command]
     before = world.group
     if group.phase not in state_machine.TABLE[before.phase, type(event)].leads:
         raise Violation(f"{type(event).__name__} led from {before.phase.name} to {group.phase.name}")
-    if group.committed < before.committed:
-        if group.committed < group.durable:
-            raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
-        # A worker that does not report in time that it left is dismissed, whatever it holds.
-        known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
-        if not isinstance(event, e.Late) and _held(known) >= before.committed:
-            raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
-        had = _had(known, world.line)
-        if not isinstance(event, e.Late) and group.committed < had:
-            raise Violation(f"back to {group.committed}, though there are copies of {had}")
-        ends = group.stopping or bool(group.failure)
-        if group.committed == had > group.durable and group.again < world.announced and not ends:
-            raise Violation(f"steps above {had} are undone, though there are copies")
     if group.generation not in (before.generation, before.generation + 1):
         raise Violation(f"the generation went from {before.generation} to {group.generation}")
     ended = [command.status for command in commands if isinstance(command, e.End)]
-    announced = min(world.announced, group.committed)
-    if ended and not isinstance(event, e.Handed | e.Late) and 0 <= announced <= _held(world.procs):
-        raise Violation(f"given up ({group.failure}), though the state is held")
     idle = [worker for worker in before.workers.values() if worker.state == "idle" and not worker.leaving]
     enough = len(idle) >= before.limits.sizes.fewest and shape_for(before, len(idle)) is not None
     if ended == ["failed"] and before.phase is Phase.GATHER and enough:
         raise Violation(f"given up ({group.failure}), though there are workers enough")
+    _check_after(world, group, commands, before.committed, event)
+
+
+def _check_after(
+    world: World, group: Group, commands: list[e.Command], committed: int, event: e.Event | None = None
+) -> None:
+    """Raise `Violation` if the group must not be so, after `event` or a controller's death.
+
+    `committed`: the step that was committed before.
+    """
+    what = "a takeover" if event is None else type(event).__name__
+    if group.committed < committed:
+        _check_back(world, group, committed, event)
+    ended = [command.status for command in commands if isinstance(command, e.End)]
+    announced = min(world.announced, group.committed)
+    if ended and not isinstance(event, e.Handed | e.Late) and 0 <= announced <= _held(world.procs):
+        raise Violation(f"given up ({group.failure}), though the state is held")
     if ended == ["finished"] and not isinstance(event, e.Handed):
         raise Violation("finished, and nobody has exported the model")
     if world.stopped and group.phase in (Phase.GATHER, Phase.TRAIN):
-        raise Violation(f"{type(event).__name__} led to {group.phase.name} after a stop")
+        raise Violation(f"{what} led to {group.phase.name} after a stop")
     if group.phase is Phase.TRAIN and any(name in world.noticed for name in members_in(group)):
         others = [worker for name, worker in group.workers.items() if name not in world.noticed]
         if sum(worker.state in ("idle", "in") for worker in others) >= group.limits.sizes.fewest:
             raise Violation("one that is to leave trains on, though there are others enough")
+
+
+def _check_back(world: World, group: Group, committed: int, event: e.Event | None) -> None:
+    """Raise `Violation` if the group went back too far, or needlessly, from the step that was committed."""
+    if group.committed < group.durable:
+        raise Violation(f"back to {group.committed}, though there is a checkpoint of {group.durable}")
+    # A worker that does not report in time that it left is dismissed, whatever it holds.
+    known = [one for one in world.procs if (worker := group.workers.get(one[0])) and worker.state != "restoring"]
+    if not isinstance(event, e.Late) and _held(known) >= committed:
+        raise Violation(f"committed steps were forgotten, though {_held(known)} is held")
+    had = _had(known, world.line)
+    if not isinstance(event, e.Late) and group.committed < had:
+        raise Violation(f"back to {group.committed}, though there are copies of {had}")
+    ends = group.stopping or bool(group.failure)
+    if group.committed == had > group.durable and group.again < world.announced and not ends:
+        raise Violation(f"steps above {had} are undone, though there are copies")
 
 
 def _refuses(group: Group) -> None:
@@ -649,7 +853,7 @@ def _obey(world: World, commands: list[e.Command]) -> World:
             if command.worker in procs:
                 # A checkpoint exists only for steps that are never recomputed.
                 read = procs[command.worker]._replace(
-                    holds=command.step, stage=command.stage, summed=False, line=world.line
+                    holds=command.step, stage=command.stage, summed=False, line=world.line, why="interrupted"
                 )
                 world = _with(world, command.worker, read)
                 world = world._replace(mail=(*world.mail, e.Ready(command.worker, command.step, command.stage)))
@@ -671,7 +875,7 @@ def _obey(world: World, commands: list[e.Command]) -> World:
 def _steps(proc: Proc, stage: Stage) -> set[int]:
     """Return the steps of which it has that stage, held or copied."""
     held = {proc.holds} if proc.holds is not None and proc.stage in (None, stage) else set()
-    return held | {step for step, copied, _ in proc.copies if copied == stage}
+    return held | {step for step, copied, *_ in proc.copies if copied == stage}
 
 
 def _check_whole(world: World, donors: Sequence[Donor]) -> None:
@@ -695,7 +899,7 @@ def _held(procs: Sequence[tuple[str, Proc]]) -> int:
 def _had(procs: Sequence[tuple[str, Proc]], line: int) -> int:
     """Return the newest step of which workers in no world keep copies of every stage."""
     found: dict[tuple[int, tuple[int, int]], set[int]] = {}
-    for step, stage, history in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
+    for step, stage, history, _ in (copy for _, proc in procs if proc.inside < 0 for copy in proc.copies):
         if history == line:
             found.setdefault((step, stage.layout), set()).add(stage.index)
     return max((step for (step, layout), have in found.items() if len(have) == _positions(layout)), default=-2)
@@ -707,11 +911,15 @@ def _positions(layout: tuple[int, int]) -> int:
 
 def _recall(world: World, name: str, step: int) -> World:
     proc = dict(world.procs)[name]
-    if (step, proc.stage, world.line) not in proc.copies:
+    if not _keeps(proc, step, proc.stage, world.line):
         raise Violation(f"{name} has no copy of step {step}")
-    world = _with(world, name, proc._replace(holds=step, summed=False, line=world.line))
+    world = _with(world, name, proc._replace(holds=step, summed=False, line=world.line, why="interrupted"))
     told = e.Left(name, world.group.generation, step, "interrupted", stage=proc.stage)
     return world._replace(mail=(*world.mail, told))
+
+
+def _keeps(proc: Proc, step: int, stage: Stage | None, line: int) -> bool:
+    return (step, stage, line) in [copy[:3] for copy in proc.copies]
 
 
 def _finish(world: World, command: e.Finish) -> World:
@@ -724,13 +932,25 @@ def _finish(world: World, command: e.Finish) -> World:
         # It may have died since, but it has reported that before.
         if not any(worker.state == "idle" and worker.holds == command.step for worker in world.group.workers.values()):
             raise Violation(f"{name} is to apply {command.step}, which nobody else has")
-        world = _with(world, name, proc._replace(holds=command.step, summed=False))
+        world = _with(world, name, proc._replace(holds=command.step, summed=False, why="interrupted"))
         told = e.Left(name, command.generation, command.step, "interrupted", stage=proc.stage)
         world = world._replace(mail=(*world.mail, told))
     return world
 
 
-def _join(world: World, command: e.Join) -> World:
+def _record(world: World, command: e.Join) -> World:
+    """The record says that the run goes back, if it does."""
+    step = command.first_step - 1
+    if command.again or step >= world.recorded:
+        return world._replace(recorded=max(step, world.recorded))
+    void = [step if one.void_above is None else min(step, one.void_above) for one in world.charters]
+    charters = tuple(one._replace(void_above=above) for one, above in zip(world.charters, void, strict=True))
+    return world._replace(recorded=step, charters=charters)
+
+
+def _join(world: World, command: e.Join, called: Collection[str] | None = None) -> World:
+    """Form a view; `called`: those of its members that are called into it, all without."""
+    world = _record(world, command)
     procs = dict(world.procs)
     sizes, view = world.group.limits.sizes, command.view
     names = [member.worker for member in view.members]
@@ -768,22 +988,22 @@ def _join(world: World, command: e.Join) -> World:
         world = world._replace(line=world.line + 1, newest=command.first_step - 1)
         for name, proc in world.procs:
             copies = tuple(
-                (step, stage, world.line if line + 1 == world.line and step < command.first_step else -1)
-                for step, stage, line in proc.copies
+                (step, stage, world.line if line + 1 == world.line and step < command.first_step else -1, made)
+                for step, stage, line, made in proc.copies
             )
             world = _with(world, name, proc._replace(line=world.line if kept[name] else -1, copies=copies))
         procs = dict(world.procs)
     if command.donors:
         _check_whole(world, command.donors)
     for name, stage in command.donors:
-        if name in procs and (command.first_step - 1, stage, world.line) in procs[name].copies:
+        if name in procs and _keeps(procs[name], command.first_step - 1, stage, world.line):
             continue
         if name in procs and procs[name].line != world.line:
             raise Violation(f"the donor {name} holds what others have made again")
         if name in procs and (procs[name].holds, procs[name].stage) != (command.first_step - 1, stage):
             raise Violation(f"the donor {name} holds {procs[name].holds}, not {command.first_step - 1}")
     for seat, name in enumerate(names):
-        if name not in procs:
+        if name not in procs or (called is not None and name not in called):
             continue
         proc, stage, lacks = procs[name], view.shape.stage(seat), command.lacks.get(name)
         if lacks is None and (proc.holds, proc.line) != (command.first_step - 1, world.line):
@@ -797,6 +1017,7 @@ def _join(world: World, command: e.Join) -> World:
                 raise Violation(f"{name} holds nothing that it could keep")
             before = proc.holds, proc.stage
         proc = proc._replace(inside=view.generation, copying=copying, interrupted=False, summed=False, before=before)
+        proc = proc._replace(called=view.generation, joined=not copying)
         if not copying:
             if lacks == "initial":
                 proc = proc._replace(holds=-1, line=world.line)
@@ -809,4 +1030,8 @@ def _join(world: World, command: e.Join) -> World:
     announced = max(world.announced, step)
     procs = dict(world.procs)
     world = world._replace(procs=tuple((name, proc._replace(summed=False)) for name, proc in procs.items()))
+    if world.controllers:
+        newest = {proc.called for proc in procs.values()}
+        charters = (*world.charters, Charter(world.group))
+        world = world._replace(charters=tuple(one for one in charters if one.group.generation in newest))
     return world._replace(members=members, summed=(), donors=command.donors, announced=announced, begun=step)

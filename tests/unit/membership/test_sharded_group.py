@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from raytrain_plus.membership import events as e
+from raytrain_plus.membership.adoption import Survivor, adopt
 from raytrain_plus.membership.group_state import Limits, Phase
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.owners import segments, shortage
@@ -64,6 +65,7 @@ class Workers:
     def join(self) -> e.Join:
         """Return the newest command to join; its members do."""
         [join] = [command for command in self.commands if isinstance(command, e.Join)]
+        self.charter = self.group
         members = [member.worker for member in join.view.members]
         self.feed(*(e.Joined(name, join.view.generation) for name in members))
         return join
@@ -117,6 +119,26 @@ def test_after_a_loss_nothing_moves_and_the_next_boundary_restores_the_second_ho
     assert held == ROWS, "those that give have all rows together"
     assert third.incomplete
     assert workers.group.phase is Phase.TRAIN
+
+
+def test_a_new_controller_that_finds_a_member_lost_moves_nothing() -> None:
+    workers = Workers(4)
+    first = workers.start()
+    survivors = {
+        name: Survivor(node=f"node of {name}", generation=0, joined=True, left=None)
+        for name in workers.names
+        if name != "worker-1"
+    }
+    survivors["worker-0"] = replace(
+        survivors["worker-0"],
+        left=e.Left("worker-0", 0, 5, "interrupted", stage=WHOLE, owned=first.owners["worker-0"]),
+    )
+    workers.group, commands = adopt(workers.charter, survivors, committed=5, durable=-1, named=4)
+    assert commands == [e.Formed(), e.Interrupt(("worker-2", "worker-3"), 0)]
+    workers.leave(first, "interrupted", 5, without=("worker-0", "worker-1"))
+    second = workers.join()
+    assert second.owners == {name: first.owners[name] for name in survivors}
+    assert (second.first_step, second.lacks, second.incomplete) == (6, {}, False)
 
 
 def test_a_newcomer_takes_no_rows_while_the_training_stands_still() -> None:

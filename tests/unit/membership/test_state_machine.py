@@ -805,6 +805,47 @@ def test_every_order_of_events_with_copies_in_memory(name: str) -> None:
     assert any(again)
 
 
+def controlled() -> dict[str, Callable[[], Any]]:
+    """Return the small worlds, in each of which the controller also dies once."""
+    once = {"controllers": 1}
+    found: dict[str, Callable[[], Any]] = {}
+    for name, (sizes, happening) in SCOPES.items():
+        found[name] = partial(scope, *sizes, {**happening, **once}, maximum=2)
+    for name, (*how, happening) in STAGED.items():
+        found[f"stages: {name}"] = partial(staged, *how, {**happening, **once})
+    for name, (*how, happening, slices) in SLICED.items():
+        found[f"slices: {name}"] = partial(staged, *how, {**happening, **once}, slices=slices)
+    for name, (*how, happening, spares) in COPIED.items():
+        more = {**happening, **once, "copies": 1}
+        found[f"copies: {name}"] = partial(staged, *how, more, steps=3, spares=spares)
+    return found
+
+
+CONTROLLED = controlled()
+CONTROLLED_AND_SHORT = {
+    "a death and a join",
+    "a drain and a join",
+    "a spare",
+    "a spare, held back",
+    "a fault",
+    "a stop and a death",
+    "doubled and lost messages",
+    "fewer are requested, and a death",
+    "one of two too many goes",
+    "stages: one replica, a death, a checkpoint",
+    "stages: one replica, a stop that takes too long",
+    "stages: repartition",
+    "stages: repartition, and back",
+    "copies: one worker and a spare",
+}
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", but_the_long_ones(CONTROLLED, CONTROLLED.keys() - CONTROLLED_AND_SHORT))
+def test_every_order_of_events_if_the_controller_dies(name: str) -> None:
+    assert explore(CONTROLLED[name]())["controller"]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_order_of_two_deaths_with_copies_in_memory() -> None:
@@ -951,6 +992,21 @@ def test_a_run_that_stops_within_overlapping_steps_loads_its_copies_to_save_them
     assert (group.phase, commands) == (C, [e.HandOver(halves("a", "b"), 7)])
 
 
+@pytest.mark.parametrize("event", [e.Late(1), e.Stop(), e.Lost("c")])
+def test_a_run_that_ends_while_it_waits_for_workers_loads_its_copies_too(event: e.Event) -> None:
+    limits = Limits(sizes=SizeTable(2, 2, 1, (2,)), spares=0, steps=99, max_failures=None, expected=2)
+    workers = {
+        name: WorkerStatus("idle", stage=stage, copies=frozenset({(7, stage)}), leaving=name == "b")
+        for name, stage in halves("a", "b")
+    }
+    workers["c"] = WorkerStatus("coming")
+    group = Group(limits=limits, phase=G, generation=1, shape=Shape(1, 2), seats=("a", "b"), workers=workers)
+    # The next loss of a worker that starts ends the run.
+    group, commands = step(replace(group, committed=7, durable=3, stillborn=10), event)
+    assert (group.phase, commands) == (L, [e.Recall(("a", "b"), 7, 1)])
+    assert L in TABLE[G, type(event)].leads
+
+
 def test_a_members_own_copy_counts_though_no_buddy_has_it_yet() -> None:
     limits = Limits(sizes=SizeTable(2, 2, 1, (2,)), spares=0, steps=99, max_failures=None, expected=2)
     stages = {"a": Stage(0, 2), "b": Stage(1, 2)}
@@ -1027,6 +1083,14 @@ STAGES_AND_ALL = staged(
 def test_random_paths_through_everything_that_can_happen_to_stages() -> None:
     lengths = [wander(STAGES_AND_ALL, Random(number)) for number in range(60)]
     assert max(lengths) > 50
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("stages", [False, True])
+def test_random_paths_on_which_controllers_die(stages: bool, count: int) -> None:
+    world = STAGES_AND_ALL if stages else EVERYTHING
+    for number in range(count):
+        wander(world._replace(controllers=2), Random(number))
 
 
 @pytest.mark.slow

@@ -17,7 +17,6 @@ from raytrain_plus.observe.trackers.listened import CALLBACKS, CalledTask
 from raytrain_plus.observe.trackers.listening import Listening
 from raytrain_plus.storage.folders.claimed import Claim
 from raytrain_plus.storage.folders.local import LocalFolder
-from raytrain_plus.task import RunFacts
 from tests.support.listeners import finished, listened, until
 from tests.unit.observe.feed import evaluated, event, step
 
@@ -76,7 +75,9 @@ def begun(
         pickled_task=None,
         roots=(str(tmp_path),),
         args={"folder": str(tmp_path), "act": act},
-        facts=RunFacts(total_steps=7, batch_size=48),
+        total_steps=7,
+        batch_size=48,
+        rows=0,
         checkpoints=str(tmp_path / "run" / "checkpoints"),
     )
     one = listened(tmp_path / "run", task=called, claim=claim)

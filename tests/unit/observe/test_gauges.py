@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from raytrain_plus.controller.record.totals import Totals
+from raytrain_plus.controller.record.sums.totals import Totals
 from raytrain_plus.observe.gauges import OF_GPU, OF_RUN, OF_WORKER, Gauges, GaugeValues
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.training.exchange.step_records import StepRecord

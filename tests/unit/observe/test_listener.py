@@ -157,3 +157,33 @@ def test_a_log_that_grows_is_followed(run: Folder) -> None:
     log.close()
     followed.finish("finished")
     assert listener.got == [*range(20)]
+
+
+def test_a_listener_misses_and_repeats_nothing_if_another_controller_continues_the_log(run: Folder) -> None:
+    tell(run, [*committed(0, 0), *committed(0, 1)])
+    first = EventLog(run)
+    behind = first.behind
+    steps = committed(1, *range(2, 7))
+    for generation, kind, fields in steps[:2]:
+        first.write(kind, generation=generation, fields=fields)
+    first.sync()
+    early, late = Failing(0), Failing(0)
+    followed = Followed(run, lambda: early, behind)
+    until(lambda: early.got == [2, 3])
+    followed.end.stop()
+    followed.thread.join(20)
+    # Its listener is dead when the controller tells this, and dies.
+    first.write(steps[2][1], generation=1, fields=steps[2][2])
+    first.sync()
+    second = EventLog(run, behind=behind)
+    assert second.behind == behind
+    for generation, kind, fields in steps[3:]:
+        second.write(kind, generation=generation, fields=fields)
+    second.close()
+    followed = Followed(run, lambda: late, second.behind)
+    followed.finish("finished")
+    assert (early.got, late.got) == ([2, 3], [4, 5, 6])
+    assert not followed.bookmark.in_earlier_log
+    assert [event["step"] for event in second.read()] == [2, 3, 4, 5, 6]
+    first.abandon()
+    first.close()

@@ -5,12 +5,24 @@ import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from raytrain_plus.errors import InputError
-from raytrain_plus.observe.run_events import FIELDS, EventLog, Tail, cut_torn_line, event_lines, glance, read_events
+from raytrain_plus.observe.run_events import (
+    FIELDS,
+    PLAIN_STEP,
+    EventLog,
+    Tail,
+    cut_torn_line,
+    event_lines,
+    event_of,
+    glance,
+    log_lines,
+    read_events,
+)
 from raytrain_plus.storage.folders import growing
 from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.storage.interface import Folder
@@ -312,3 +324,82 @@ def test_a_glance_skips_only_steps_and_keeps_the_step_before_each_other_event(ru
     assert 4000 < len(steps) < 4500
     waits = [event["kind"] for event in seen].index("waiting")
     assert seen[waits - 1]["step"] == 8500
+
+
+STEP: dict[str, Any] = {"step": 12, "epoch": 0, "samples": 8, "loss": 0.5, "grad_norm": 1.5, "seconds": 0.25}
+
+
+@pytest.mark.parametrize("more", [{}, {"lr": 0.5}, {"lr": [1e-05, 2]}, {"loss": math.nan, "grad_norm": -1e300}])
+def test_a_plain_step_is_one_that_the_parser_accepts(local: Folder, more: dict[str, Any]) -> None:
+    log = EventLog(local, clock=lambda: 1764394783.25)
+    log.write("step_committed", generation=3, fields={**STEP, **more})
+    log.close()
+    [(place, name, number, line)] = log_lines(local)
+    assert place == 0
+    damaged = [
+        line[:at] + new + line[at + gone :]
+        for at in range(len(line))
+        for gone in (0, 1, 2)
+        for new in (b"", b"0", b"9", b"-", b".", b"e", b'"', b"{", b"\xff", b"9" * 20)
+    ]
+    plain = 0
+    for one in [line, *damaged]:
+        if found := PLAIN_STEP(one):
+            plain += 1
+            event = event_of(local, (place, name, number, one))
+            told = [event[field] for field in ("time", "generation", "step", "seconds")]
+            assert [float(text) for text in found.groups()] == told
+    # Another digit is another number.
+    assert len(damaged) > plain > 30
+
+
+@pytest.mark.parametrize("more", [{"skipped": True}, {"rows_skipped": 1}, {"metrics": {"a": 1.0}}])
+def test_a_step_with_more_is_not_plain(local: Folder, more: dict[str, Any]) -> None:
+    log = EventLog(local)
+    log.write("step_committed", generation=3, fields={**STEP, **more})
+    log.close()
+    [line] = log_lines(local)
+    assert PLAIN_STEP(line[3]) is None
+
+
+def test_a_line_is_behind_the_place_where_a_tail_begins_with_it(run: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "PART_BYTES", 1)
+    if run.path is not None:
+        run.path.mkdir()
+    log = EventLog(run)
+    for number in range(3):
+        log.write("waiting", generation=0, fields={"for": "é" * number})
+        log.sync()
+    log.close()
+    for number, line in enumerate(log_lines(run)):
+        assert [event["for"] for event in Tail(run, line[0]).read()] == ["é" * one for one in range(number, 3)]
+
+
+def test_a_log_knows_its_newest_step_that_no_kill_loses(run: Folder) -> None:
+    if run.path is not None:
+        run.path.mkdir()
+    log = EventLog(run, newest=(1, 11))
+    assert log.kept == (1, 11)
+    log.write("step_committed", generation=3, fields=STEP)
+    log.write("waiting", generation=3, fields={"for": "x"})
+    # A file has it at once, an object when it is written.
+    assert log.kept == ((1, 11) if run.path is None else (3, 12))
+    log.sync()
+    assert log.kept == (3, 12)
+    log.close()
+
+
+def test_a_step_that_the_disk_rejects_is_not_kept(local: Folder) -> None:
+    log = EventLog(local)
+    lines: Any = log._lines
+    file, lines._file = lines._file, SimpleNamespace(write=_rejected)
+    log.write("step_committed", generation=3, fields=STEP)
+    assert log.kept is None
+    lines._file = file
+    log.sync()
+    assert log.kept == (3, 12)
+    log.close()
+
+
+def _rejected(data: bytearray) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")

@@ -204,3 +204,14 @@ def test_a_full_disk_has_one_line_and_its_failed_checkpoints_none() -> None:
         "can write to /mnt again after 12 s (No space left on device)",
         f"the checkpoint after step 4 failed: {failed['error']}",
     ]
+
+
+def test_a_controller_that_takes_workers_over_has_a_line_and_the_first_one_has_none() -> None:
+    progress = RunProgress(total=10)
+    started = [event("controller_started", pid=1, node="n", adopted=names) for names in ([], ["a"], ["a", "b"])]
+    assert [progress.add(one) for one in (started[0], view(6, 6), *started[1:])][::2] == [
+        None,
+        "the controller was replaced; 1 worker trains on",
+    ]
+    assert progress.add(started[2]) == "the controller was replaced; 2 workers train on"
+    assert progress.add(event("requested", what="stop")) is None

@@ -16,7 +16,7 @@ from raytrain_plus.observe.run_events import EventLog, RunEvent
 from raytrain_plus.observe.views.progress import PlainView
 from raytrain_plus.result import Result
 from raytrain_plus.runs import follow
-from raytrain_plus.runs.folder import Lease
+from raytrain_plus.runs.folder import LEASE_S, Lease
 from raytrain_plus.runs.follow import print_events, watch
 from raytrain_plus.storage.folders.local import LocalFolder
 
@@ -109,10 +109,11 @@ def test_a_living_controller_that_cannot_write_does_not_count_as_dead(
         watch(going_on, None, timeout_s=0.5)
 
 
-def test_the_death_of_a_controller_on_this_machine_is_reported_at_once(going_on: LocalFolder) -> None:
+def test_the_death_of_a_controller_on_this_machine_is_reported_once_nobody_replaces_it(going_on: LocalFolder) -> None:
     lease = json.loads(going_on.read("lease.json"))
-    going_on.write("lease.json", [json.dumps({**lease, "born": "1", "time": time.time() + 1000}).encode()])
-    # The lease itself would outlast the test's time limit.
+    going_on.write("lease.json", [json.dumps({**lease, "born": "1", "time": time.time() - LEASE_S + 0.5}).encode()])
+    with pytest.raises(TimeoutError):
+        watch(going_on, None, timeout_s=0.1)
     with pytest.raises(RunError, match="the controller died"):
         watch(going_on, None)
 

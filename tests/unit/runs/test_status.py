@@ -15,7 +15,7 @@ from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import Fence, Lease
 from raytrain_plus.runs.history import load_history
-from raytrain_plus.runs.status import listed, status, what_is_kept
+from raytrain_plus.runs.status import listed, state_of, status, what_is_kept
 from raytrain_plus.state.stored.checkpoint import commit
 from raytrain_plus.state.stored.manifest import name_of
 from raytrain_plus.storage.folders.hdfs import HdfsFolder
@@ -42,7 +42,10 @@ def test_a_dead_controller_is_reported_with_checkpoint_and_resume_command(tmp_pa
     tell(run, committed(0, *range(10)))
     Lease(run, "here:1").renew()
     lease = json.loads(run.read("lease.json"))
-    run.write("lease.json", [json.dumps({**lease, "born": "1", "host": "h", "pid": os.getpid()}).encode()])
+    dead = {**lease, "born": "1", "host": "h", "pid": os.getpid()}
+    run.write("lease.json", [json.dumps(dead).encode()])
+    assert state_of(run) == f"running (its controller, process {os.getpid()} on h, died and is being replaced)"
+    run.write("lease.json", [json.dumps({**dead, "time": time.time() - 20}).encode()])
     command = f"raytrain resume {run.path}"
     assert what_is_kept(run) == (
         f"no checkpoint is complete, so it restarts from its first step; resume with: {command}"

@@ -80,7 +80,9 @@ class Controller:
         self.calls: list[tuple[Any, ...]] = []
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: self.calls.append((method, *arguments)))
+        called = SimpleNamespace(remote=lambda *arguments: self.calls.append((method, *arguments)))
+        called.options = lambda **_: called
+        return called
 
 
 def plan_of(folder: Path, steps: int = 2) -> Plan:

@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import RayTaskError
 
 from raytrain_plus.errors import DeviceBroken, Interrupted, TrainingError
+from raytrain_plus.workers.epochs import Epochs
 from raytrain_plus.workers.machine.device_fault import Brokenness, device_fault
 from tests.unit.workers.members import member, worker_of
 
@@ -65,10 +66,10 @@ def test_what_a_device_says_as_it_fails(error: BaseException, fault: str) -> Non
 
 def test_who_waits_hears_of_it_and_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytrain_plus.workers.machine.device_fault.GRACE_S", 0.05)
-    ended = threading.Event()
-    broken = Brokenness(end=ended.set)
+    epochs, ended = Epochs(), threading.Event()
+    broken = Brokenness(epochs.fail, ended.set)
     with ThreadPoolExecutor() as pool:
-        waiting: Any = pool.submit(broken.wait)
+        waiting: Any = pool.submit(epochs.wait, 0)
         with pytest.raises(DeviceBroken):
             broken.tell(DeviceBroken("a GPU", ILLEGAL))
         assert ended.is_set()

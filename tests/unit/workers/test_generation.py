@@ -28,6 +28,8 @@ from raytrain_plus.workers.messages import WHOLE, Assignment, Layers, Outcome
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.states.state_receiver import ReceivedStates
 from raytrain_plus.workers.states.state_source import sha256_of
+from raytrain_plus.workers.stay import Stay
+from raytrain_plus.workers.unconfirmed import Unconfirmed
 from tests.support.exact_steps import Small, batches, state_of
 from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
 
@@ -47,7 +49,9 @@ class Part:
         self.control.begin(assignment.generation)
         self.controller = Controller()
         self.received = ReceivedStates(self.control, store)
-        self.generation = Generation("worker-0", prepared, self.control, self.received, self.controller, assignment)
+        self.generation = Generation(
+            "worker-0", prepared, self.control, self.received, self.controller, Stay(assignment), Unconfirmed()
+        )
 
     def run(self) -> Outcome:
         outcome = self.generation.run()

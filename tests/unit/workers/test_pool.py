@@ -16,11 +16,13 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from raytrain_plus.errors import Interrupted, RunError
+from raytrain_plus.errors import Interrupted, RunError, StaleController
 from raytrain_plus.membership.timeouts import ANSWER_S, START_S
 from raytrain_plus.workers import pool
 from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.pool import LOOK_S, Pool, answer, cause_of_death
+
+RUN = "digits/0a1b2c3d"
 
 
 @pytest.mark.parametrize(
@@ -67,21 +69,22 @@ def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) ->
     """Without its GCS, Ray waits a minute for each worker: a run had ended, and nobody was told."""
     asked, answers = [], threading.Event()
 
-    def wait(group: Any) -> None:
-        asked.append(group)
+    def wait(asked_for: Any) -> None:
+        asked.append(asked_for)
         answers.wait(1000)
 
-    monkeypatch.setattr(pool, "remove_placement_group", wait)
-    monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
+    monkeypatch.setattr(pool, "remove", wait)
+    monkeypatch.setattr(pool, "clear", wait)
+    monkeypatch.setattr(pool, "end_actor", lambda actor: None)
     monkeypatch.setattr(pool, "FREE_S", 0.2)
-    workers = Pool(1, 0, Imports())
+    workers = Pool(RUN, 1, 0, Imports())
     workers._handles = {name: pool.WorkerHandle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
     workers.end("a")
     workers.shutdown()
     # Neither waited for Ray.
     assert not answers.is_set()
     answers.set()
-    assert sorted(asked) == ["a", "b", "c"]
+    assert sorted(asked) == ["a", "b", "c", RUN]
 
 
 def test_a_worker_that_cannot_be_started_without_the_gcs_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,31 +93,36 @@ def test_a_worker_that_cannot_be_started_without_the_gcs_is_reported(monkeypatch
 
     monkeypatch.setattr(pool, "placement_group", late)
     with pytest.raises(RunError, match="Ray's GCS does not answer, so worker-1 cannot be started"):
-        Pool(1, 0, Imports()).start("worker-1")
+        Pool(RUN, 1, 0, Imports()).start("worker-1")
 
 
 def test_what_a_worker_needs_is_spelled() -> None:
-    assert Pool(1, 0, Imports()).need == "1 CPU"
-    assert Pool(0.5, 1, Imports()).need == "0.5 CPU, 1 GPU"
-    assert Pool(0, 0, Imports()).need == "nothing"
-    assert Pool(1, 1, Imports(), accelerator="H100").need == "1 CPU, 1 GPU, a node with H100"
+    assert Pool(RUN, 1, 0, Imports()).need == "1 CPU"
+    assert Pool(RUN, 0.5, 1, Imports()).need == "0.5 CPU, 1 GPU"
+    assert Pool(RUN, 0, 0, Imports()).need == "nothing"
+    assert Pool(RUN, 1, 1, Imports(), accelerator="H100").need == "1 CPU, 1 GPU, a node with H100"
 
 
 def test_a_worker_is_placed_on_a_node_with_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def group(bundles: Any, strategy: str) -> None:
+    def group(bundles: Any, **_: Any) -> None:
         asked.extend(bundles)
         raise GetTimeoutError("enough")
 
     monkeypatch.setattr(pool, "placement_group", group)
     for accelerator in (None, "H100"):
         with pytest.raises(RunError):
-            Pool(1, 1, None, accelerator=accelerator).start("worker-1")
+            Pool(RUN, 1, 1, None, accelerator=accelerator).start("worker-1")
     assert asked == [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1, "accelerator_type:H100": 0.001}]
 
 
 NODE = "ab" * 28
+
+
+def named(actor: Any) -> tuple[Any, ...]:
+    """Return the name of the worker and of its place that an actor was started with; none for a standby."""
+    return actor.arguments[1:]
 
 
 class Started:
@@ -134,7 +142,8 @@ class Started:
             for name, one in answers.items()
         }
         actor = SimpleNamespace(
-            name=arguments,
+            arguments=arguments,
+            options=options,
             strategy=options["scheduling_strategy"],
             cpus=(options["num_cpus"], cpus),
             live=method,
@@ -142,7 +151,7 @@ class Started:
             became=[],
             **asked,
         )
-        actor.become = SimpleNamespace(remote=actor.became.append)
+        actor.become = SimpleNamespace(remote=lambda *given: actor.became.append(given))
         self.actors.append(actor)
         return actor
 
@@ -159,10 +168,10 @@ def started(monkeypatch: pytest.MonkeyPatch, time_of: SimpleNamespace) -> tuple[
     groups, freed, made = iter("ABCDE"), list[Any](), Started()
     monkeypatch.setattr(pool, "placement_group", lambda *_, **__: next(groups))
     monkeypatch.setattr(pool, "PlacementGroupSchedulingStrategy", lambda group, _: group)
-    monkeypatch.setattr(pool, "_freed", lambda group: (freed.append(group), threading.Thread())[1])
+    monkeypatch.setattr(pool, "_freed", lambda place: (freed.append(place.group), threading.Thread())[1])
     monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
     monkeypatch.setattr(pool.ray, "remote", lambda cls: made)
-    workers = Pool(1, 0, Imports(), lambda: time_of.now)
+    workers = Pool(RUN, 1, 0, Imports(), lambda: time_of.now)
     for name in ("a", "b"):
         workers.start(name)
     workers.stand_by({"a": NODE, "b": NODE})
@@ -183,7 +192,7 @@ def test_a_standby_takes_the_place_of_a_worker_whose_process_died(started: tuple
     workers.start("c")
     [_, _, standby] = made.actors
     assert workers.actor("c") is standby
-    assert (standby.name, standby.became, standby.strategy.node_id) == ((), ["c"], NODE)
+    assert (named(standby), standby.became, standby.strategy.node_id) == ((), [("c", f"{RUN}/b#0")], NODE)
     assert not freed
     # The place is the new worker's.
     workers.release("b")
@@ -206,7 +215,7 @@ def test_a_standby_that_does_not_answer_is_replaced_in_the_place_that_it_took(
     assert workers.start_left_s("c") == 0
     workers.restart("c")
     new = made.actors[3]
-    assert (workers.actor("c"), new.name, new.strategy) == (new, ("c",), "B")
+    assert (workers.actor("c"), named(new), new.strategy) == (new, ("c", f"{RUN}/b#0"), "B")
     assert (killed, freed) == ([b, standby], [])
     assert workers.start_left_s("c") == START_S
 
@@ -231,7 +240,7 @@ def test_a_standby_that_has_not_answered_by_then_is_ended_and_leaves_its_place_t
     workers.end("b", vacate=True)
     time_of.now += ANSWER_S
     workers.start("c")
-    assert (made.actors[3].name, made.actors[3].strategy) == (("c",), "B")
+    assert (named(made.actors[3]), made.actors[3].strategy) == (("c", f"{RUN}/b#0"), "B")
     assert killed == made.actors[1:3]
 
 
@@ -299,7 +308,7 @@ def test_the_end_of_a_process_that_was_replaced_is_not_the_workers(
     workers, made, _ = started
     lives: list[Future[Any]] = []
 
-    def live() -> Any:
+    def live(epoch: int) -> Any:
         lives.append(Future())
         return SimpleNamespace(future=lambda: lives[-1])
 
@@ -323,7 +332,7 @@ def test_two_workers_that_died_leave_two_places_and_one_standby(started: tuple[P
     for name in ("c", "d"):
         workers.start(name)
     assert workers.actor("c") is made.actors[2]
-    assert (made.actors[3].name, made.actors[3].strategy) == (("d",), "B")
+    assert (named(made.actors[3]), made.actors[3].strategy) == (("d", f"{RUN}/b#0"), "B")
     assert not freed
 
 
@@ -344,7 +353,7 @@ def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tupl
 
 def test_a_standby_takes_no_cpus_and_knows_how_many_the_worker_has(started: tuple[Pool, Started, list[Any]]) -> None:
     made = started[1]
-    workers = Pool(2, 0, Imports())
+    workers = Pool(RUN, 2, 0, Imports())
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert [actor.cpus for actor in made.actors[3:]] == [(2, None), (0, 2)]
@@ -358,7 +367,7 @@ def test_workers_with_a_gpu_or_by_request_have_no_standby(
     started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int, imports: Imports | None
 ) -> None:
     made = started[1]
-    workers = Pool(cpus, gpus, imports)
+    workers = Pool(RUN, cpus, gpus, imports)
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert len(made.actors) == 4
@@ -375,3 +384,35 @@ def test_an_error_of_ray_leaves_no_question_without_an_answer(
     monkeypatch.setattr(pool, "placement_group_table", broken)
     monkeypatch.setattr(threading, "excepthook", lambda *_: None)
     assert pool._asked_for_room(None).result(5) is False  # type: ignore[arg-type]
+
+
+def test_a_controller_that_was_replaced_ends_nobody(
+    started: tuple[Pool, Started, list[Any]], killed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, made, freed = started
+    names = dict(zip("ab", made.actors, strict=False))
+    for actor in names.values():
+        actor.standing = SimpleNamespace(remote=lambda *_: object())
+    monkeypatch.setattr(pool, "actors_of", lambda run: names)
+    monkeypatch.setattr(pool, "places_of", lambda run: [])
+    monkeypatch.setattr(pool.ray, "wait", lambda refs, num_returns, timeout: (refs, []))
+
+    def get(reference: Any) -> Any:
+        raise TheirTimeoutError(StaleController("controller 1 is refused"))
+
+    monkeypatch.setattr(pool.ray, "get", get)
+    with pytest.raises(StaleController):
+        workers.adopt(1, 0.1)
+    assert (killed, freed) == ([], [])
+
+
+def test_no_name_is_taken_twice(started: tuple[Pool, Started, list[Any]]) -> None:
+    workers, made, _ = started
+    workers.end("b", vacate=True)
+    workers.start("c")
+    workers.restart("c")
+    again = Pool(RUN, 1, 0, Imports(), epoch=1)
+    again.start("c")
+    names = [actor.options["name"] for actor in made.actors]
+    assert names == [f"{RUN}/{name}" for name in ("a#0.0", "b#0.1", "standby-2#0.3", "c#0.4", "c#1.0")]
+    assert {actor.options["lifetime"] for actor in made.actors} == {"detached"}

@@ -244,3 +244,22 @@ def test_a_state_that_is_not_finite_is_not_saved_and_stops_the_training(tmp_path
     with pytest.raises(TrainingError, match="the state after step 7 is not finite"):
         one.check()
     assert [path.name for path in tmp_path.rglob("*.safetensors") if "0000000007" in str(path)] == []
+
+
+def test_what_was_reported_is_kept_until_the_end_of_the_checkpoint_is_known(tmp_path: Path) -> None:
+    told: Told = queue.SimpleQueue()
+    made = saver(LocalFolder(tmp_path), holding(), told)
+    assert made.written is None
+    made.copy(3, {})
+    written = told.get(timeout=10)
+    assert made.written == written
+    made.settled(3, 1)
+    assert made.written == written
+    made.settled(3, 2)
+    assert made.written is None
+    # Its end was known before it was written.
+    made.copy(7, {})
+    made.settled(7, 2)
+    told.get(timeout=10)
+    assert made._free.wait(10)
+    assert made.written is None

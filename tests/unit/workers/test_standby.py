@@ -45,9 +45,9 @@ def kept(clock: Callable[[], float] = time.monotonic) -> tuple[Standbys, list[Ac
     started: list[Actor] = []
     ended: list[Actor] = []
 
-    def start(node: str) -> Actor:
+    def start(node: str) -> tuple[Actor, Future[Any]]:
         started.append(Actor(node))
-        return started[-1]
+        return started[-1], started[-1].live.answer
 
     return Standbys(start, ended.append, IMPORTS, clock), started, ended
 

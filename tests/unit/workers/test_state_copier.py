@@ -18,6 +18,7 @@ from raytrain_plus.errors import RunError
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.state.holding import Holding
 from raytrain_plus.state.transfer import Snapshot, load_snapshot, take_snapshot
+from raytrain_plus.workers.epochs import PEER
 from raytrain_plus.workers.messages import Buddy, Sent
 from raytrain_plus.workers.states import state_copier as module
 from raytrain_plus.workers.states.state_copier import Copier
@@ -43,8 +44,8 @@ class Actor:
         self.call = self
         self._keep = keep
 
-    def remote(self, method: str, generation: int, stage: Stage, snapshot: Snapshot) -> Future[Any]:
-        assert method == "keep_copy"
+    def remote(self, epoch: int, method: str, generation: int, stage: Stage, snapshot: Snapshot) -> Future[Any]:
+        assert (epoch, method) == (PEER, "keep_copy")
         told: Future[Any] = Future()
         try:
             told.set_result(self._keep(generation, stage, snapshot))
@@ -340,3 +341,25 @@ def test_a_sender_that_ends_between_two_looks_is_no_error() -> None:
     copier.seen = [Future(), None]
     copier.copy(3, lambda: None)
     assert copier.find(3, STAGE) is not None or copier.seen == []
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_copy_that_was_never_settled_is_told_to_a_new_controller(alone: bool) -> None:
+    pair = Pair()
+    buddy = None if alone else pair.buddy
+    pair.owner.begin(0, STAGE, True, buddy, pair.told.put)
+    pair.copy(3)
+    first = pair.told.get(timeout=5)
+    assert pair.owner.copies() == [(3, STAGE, 0)]
+    while pair.owner._sending is not None and not pair.owner._sending.done():
+        time.sleep(0.001)
+    # The same worker, as another controller names it.
+    pair.owner.send_to(0, None if buddy is None else Buddy(buddy.name, buddy.actor))
+    try:
+        assert pair.told.get(timeout=5) == first
+        pair.settled(0, 3)
+        pair.owner.send_to(0, buddy)
+        with pytest.raises(queue.Empty):
+            pair.told.get(timeout=0.2)
+    finally:
+        pair.owner.end()

@@ -16,13 +16,15 @@ from torch import nn
 pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.errors import DataChanged, Interrupted, TrainingError
+from raytrain_plus.errors import DataChanged, Interrupted, StaleController, TrainingError
 from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.training.exchange.context import StepContext
+from raytrain_plus.training.exchange.step_records import StepRecord
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.step.build import whole_steps
 from raytrain_plus.workers import reporter
-from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport
+from raytrain_plus.workers import worker as module
+from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport, WorkerLocation
 from raytrain_plus.workers.preparation.prepared import Prepared
 from raytrain_plus.workers.worker import Worker
 from tests.support.datasets import write
@@ -228,3 +230,104 @@ def test_a_share_of_what_it_holds_is_written_between_generations(tmp_path: Path)
     [(method, written)] = controller.calls
     assert (method, written.step, written.generation, written.error) == ("written", -1, 12, "")
     assert written.share is not None
+
+
+# A controller that takes over
+
+
+@pytest.fixture
+def located(monkeypatch: pytest.MonkeyPatch) -> WorkerLocation:
+    location = WorkerLocation(worker="worker-0", pid=1, node="n", address="127.0.0.1")
+    monkeypatch.setattr(Worker, "location", lambda worker: location)
+    return location
+
+
+def test_a_worker_tells_a_new_controller_how_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, located: WorkerLocation
+) -> None:
+    # Nothing that it reports is durable yet.
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: -1))
+    monkeypatch.setattr(reporter, "PERIOD_S", 0.002)
+    task = Waits()
+    worker = worker_of(member(tmp_path, steps=3, build=lambda layers: state_of(task)))
+    assert Worker("worker-1").standing() is None
+    before = worker.standing()
+    assert before is not None
+    assert (before.location, before.charter, before.inside, before.joined) == (located, None, False, False)
+    assert (before.outcome.holds, before.copies, before.written, before.records) == (-1, [], None, [])
+    task.go.clear()
+    serving = in_background(lambda: worker.serve(Controller(), assigned()))
+    assert task.reached.wait(10)
+    inside = worker.standing()
+    assert inside is not None
+    assert (inside.inside, inside.joined, inside.charter) == (True, True, assigned().charter)
+    outcomes: list[Any] = []
+
+    def rejoin() -> None:
+        try:
+            outcomes.append(worker.rejoin(0))
+        except StaleController as error:
+            outcomes.append(error)
+
+    # Only the newest of many controllers waits.
+    for number in range(40):
+        thread = in_background(rejoin)
+        while len(outcomes) < number and thread.is_alive():
+            pass
+    with pytest.raises(Interrupted, match="worker-0 is not in generation 1"):
+        worker.rejoin(1)
+    task.go.set()
+    serving.join(10)
+    thread.join(10)
+    assert [type(one) for one in outcomes] == [StaleController] * 39 + [Outcome]
+    assert (outcomes[-1].why, outcomes[-1].holds) == ("finished", 2)
+    after = worker.standing()
+    assert after is not None
+    assert (after.inside, after.joined, after.outcome.why, after.outcome.holds) == (False, True, "finished", 2)
+    assert after.outcome.state_sha256 == outcomes[-1].state_sha256 is not None
+    steps = [(number, record.step) for number, record in after.records if isinstance(record, StepRecord)]
+    assert steps == [(12, 0), (12, 1), (12, 2)]
+    # What it holds now, and not what it held when it came out.
+    worker._prepared.own.state.last_applied = None
+    late = worker.standing()
+    assert late is not None
+    assert late.outcome.holds is None
+
+
+def test_a_state_that_is_about_to_change_is_promised_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, located: WorkerLocation
+) -> None:
+    worker = worker_of(member(tmp_path))
+    begun, go = threading.Event(), threading.Event()
+
+    def restore(*_: Any) -> None:
+        begun.set()
+        assert go.wait(10)
+
+    monkeypatch.setattr(module, "restore", restore)
+    thread = in_background(lambda: worker.restore(None, WHOLE))  # type: ignore[arg-type]
+    assert begun.wait(10)
+    held = worker.standing()
+    assert held is not None
+    assert held.outcome.holds is None
+    go.set()
+    thread.join(10)
+    held = worker.standing()
+    assert held is not None
+    assert held.outcome.holds == -1
+
+
+def test_a_new_controller_need_not_know_where_the_members_listen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(module, "close_connections", lambda addresses, listeners: closed.append(addresses))
+    worker = worker_of(member(tmp_path, steps=1))
+    worker.serve(Controller(), assigned())
+    rings, replicas = frozenset({("a", 1)}), frozenset({("b", 2)})
+    worker.formed(0, rings, replicas)
+    worker.formed(1, replicas, rings)
+    worker.interrupt(0, frozenset(), frozenset())
+    assert closed == [rings, replicas]
+    worker.interrupt(0, replicas, frozenset())
+    assert closed[2:] == [replicas, frozenset()]

@@ -24,7 +24,7 @@ class Slow:
 from raytrain_plus.workers.worker_actor import WorkerActor
 signal.signal(signal.SIGTERM, handler)
 sys.meta_path.insert(0, Slow())
-WorkerActor("w1")
+WorkerActor(None, "w1")
 """
 
 
@@ -46,12 +46,12 @@ def test_an_actor_ended_while_it_loads_its_code_prints_nothing() -> None:
 BECOMING = """
 import threading, time
 from raytrain_plus.workers.worker_actor import WorkerActor
-actor, found = WorkerActor(), []
-caller = threading.Thread(target=lambda: found.append(actor.call("clock")))
+actor, found = WorkerActor(None), []
+caller = threading.Thread(target=lambda: found.append(actor.call(0, "clock")))
 caller.start()
 caller.join(0.2)
 assert not found, "it is no worker yet"
-actor.become("w1")
+actor.become("w1", "p")
 caller.join(30)
 assert abs(found[0] - time.time()) < 60
 """
@@ -87,11 +87,11 @@ class Module:
 
 given = "OMP_NUM_THREADS" in os.environ
 actor.import_all = lambda imports: print("load", variable(), waits_for_others())
-standby = actor.WorkerActor(cpus=float(sys.argv[1]))
+standby = actor.WorkerActor(None, cpus=float(sys.argv[1]))
 sys.modules["raytrain_plus.workers.worker"] = Module()
 called(standby.load, None)
-called(standby.become, "w1")
-print("call", called(standby.call, "threads"))
+called(standby.become, "w1", "p")
+print("call", called(standby.call, 0, "threads"))
 """
 
 
@@ -121,7 +121,7 @@ FAILING = """
 import sys
 from raytrain_plus.workers.worker_actor import WorkerActor
 sys.modules["raytrain_plus.workers.worker"] = None
-WorkerActor().become("w1")
+WorkerActor(None).become("w1", "p")
 """
 
 

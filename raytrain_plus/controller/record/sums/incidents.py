@@ -68,6 +68,10 @@ class Incidents:
         """Why worlds broke since the last one in which all were together; empty if none did."""
         return str(self._last_world)
 
+    def adopt(self, members: Members, last_commit: float | None) -> None:
+        """Begin with these members together, and the time of the last commit, if there was one."""
+        self._members, self._together, self._last_commit = members, True, last_commit
+
     def broke(self, now: float, cause: str, follows: bool = False) -> None:
         """Record that a world broke; `cause` is empty if not known yet.
 

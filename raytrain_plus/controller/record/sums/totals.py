@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -32,6 +32,25 @@ class _TotalsRecord(Protocol):
     def waited_s(self) -> float: ...
     @property
     def time(self) -> float: ...
+
+
+class _Sums(Protocol):
+    @property
+    def first_step(self) -> int: ...
+    @property
+    def first_time(self) -> float | None: ...
+    @property
+    def loss(self) -> float | None: ...
+    @property
+    def grad_norm(self) -> float | None: ...
+    @property
+    def time(self) -> float: ...
+    @property
+    def again_to(self) -> int: ...
+    @property
+    def again_s(self) -> float: ...
+    @property
+    def earlier_stall_s(self) -> float: ...
 
 
 class _Sent(Protocol):
@@ -74,6 +93,20 @@ class Totals:
         self._first_step = 0
         """The first step of this process of the run."""
         self._first_sample = 0
+
+    def adopt(self, sums: _Sums, committed: int, samples: Callable[[int], int]) -> None:
+        """Continue the sums of a dead controller, given those of its events.
+
+        `committed`: the highest committed step in these; `samples` returns the number of rows up to a step. What no
+        event tells begins again: the wait for data and the copies.
+        """
+        self.steps, self.samples = committed + 1, samples(committed)
+        self.loss, self.grad_norm = sums.loss, sums.grad_norm
+        self.first_time = self._begin = sums.first_time
+        self.last_time = sums.time
+        self._again_to, self.again_s = sums.again_to, sums.again_s
+        self._earlier_stall_s = sums.earlier_stall_s
+        self._first_step, self._first_sample = sums.first_step, samples(sums.first_step - 1)
 
     def back_to(self, step: int, samples: int, made: int) -> None:
         """Continue after `step` and `samples` rows, though steps up to `made` had been committed."""

@@ -1,0 +1,1 @@
+"""What committed steps, evaluations and losses add up to. Pure."""
