@@ -28,8 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded": {"workers": Workers(min=2, max=3), "parallel": Parallel(sharded="optimizer")},
     "pipedream": {
         "reduction": "ring",
-        "workers": Workers(min=1, max=4),
-        "parallel": Parallel(pipeline=2, schedule="pipedream", microbatches=2, commit_every=4),
+        "clip_norm": None,
+        "task": "tasks:Flowing",
+        "workers": Workers(min=2, max=4),
+        "parallel": Parallel(pipeline=2, schedule="pipedream", microbatches=4, commit_every=4),
     },
 }
 PADS = {0.005: 200, 0.05: 60, 0.5: 12}
