@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raytrain_plus.controller.checkpoints.checkpointing import Checkpoints
@@ -20,7 +20,7 @@ from raytrain_plus.membership.adoption import adopt
 from raytrain_plus.membership.view import form_view
 from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.runs.history import Past
-from raytrain_plus.workers.messages import AdoptionReport, WorkerLocation, Written
+from raytrain_plus.workers.messages import AdoptionReport, WorkerLocation
 
 UNSEEN = "it ended while there was no controller"
 """The cause of a loss that no controller has seen."""
@@ -54,8 +54,8 @@ class Adoption:
         view = form_view(formed.generation, formed.seats, formed.shape, formed.limits.sizes.shards)
         self._restoring.begun()
         self._members.begin(view)
-        records = {name: report.records for name, report in left.reports.items()}
-        continue_run(left, run, records, self._listeners)
+        continue_run(left, run, self._listeners)
+        requests = requests_of(past)
         self._miss(formed.seats, left, past)
         group, commands = adopt(
             formed,
@@ -64,7 +64,7 @@ class Adoption:
             durable=self._checkpoints.durable,
             named=1 + max(past.named, *map(number_of, left.reports)),
             void_above=min((step for number, step in past.resumptions if number > charter.number), default=None),
-            requests=requests_of(past),
+            requests=requests,
         )
         self._machine.take_over(group, commands)
         self._formation.take_over(
@@ -82,8 +82,8 @@ class Adoption:
             else:
                 self._members.note(name, report.outcome)
         self._machine.begin()
-        self._take_shares(charter.number, past, {name: one.written for name, one in left.reports.items()})
-        if e.Stop() in requests_of(past):
+        self._take_shares(left, past)
+        if e.Stop() in requests:
             # For its limits of time.
             run.loop.put(e.Stop())
 
@@ -111,12 +111,12 @@ class Adoption:
             run.record.lost(name, UNSEEN)
             run.record.broken(now, f"{name} was lost: {UNSEEN}")
 
-    def _take_shares(self, number: int, past: Past, written: Mapping[str, Written | None]) -> None:
+    def _take_shares(self, left: Succession, past: Past) -> None:
         """Go on with the checkpoints in progress: the shares that are written, and whose end nobody has told."""
         complete = {one.name: one.manifest for one in past.found if one.manifest is not None}
-        for name, told in written.items():
-            if told is not None:
-                self._checkpoints.take_share(name, told, number, complete, past.saved)
+        for name, report in left.reports.items():
+            if report.written is not None:
+                self._checkpoints.take_share(name, report.written, left.charter.number, complete, past.saved)
 
 
 def requests_of(past: Past) -> list[e.Stop | e.Rescale]:

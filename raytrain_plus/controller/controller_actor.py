@@ -127,7 +127,7 @@ class Controller:
         self._starting = threading.Lock()
         self._started = False
         self._engine: Future[Engine] = Future()
-        """Known once it is clear whether an earlier process of this controller has left a run."""
+        """Known once this process controls the run, which an earlier one may have left."""
         self._again = started_again()
         self._epoch = max(1, restarts()) if self._again else 0
         """Of the calls to workers: it rises with every process of this controller."""
@@ -175,18 +175,20 @@ class Controller:
         """Go on with what an earlier process of this controller has left, or begin if it had not begun."""
         pool = self._pool()
         run = began(self._order, self._host.name)
-        if run is None and any(one.charter is not None for one in pool.adopt(self._epoch, ANSWER_S).values()):
-            pool.shutdown()
-            raise RunError("another controller has taken this run over; this one stops and writes no more")
         if run is None:
-            if restarts() >= MOST_STARTS:
-                raise RunError(f"the controller died {MOST_STARTS} times before the run began")
+            workers = pool.adopt(self._epoch, ANSWER_S).values()
             pool.shutdown()
+            if any(one.charter is not None for one in workers):
+                raise RunError("another controller has taken this run over; this one stops and writes no more")
+            if self._epoch >= MOST_STARTS:
+                raise RunError(f"the controller died {MOST_STARTS} times before the run began")
             return self._begun_again(self._order)
-        found: list[tuple[RunOrder, Succession | Result | None]] = []
+
+        def taken() -> tuple[RunOrder, Succession | Result | None]:
+            return take(run, self._order, pool, self._host.name, self._epoch)
+
         # The workers train on meanwhile.
-        retry(lambda: found.append(take(run, self._order, pool, self._host.name, self._epoch)), LAST_PAUSES_S, _waits)
-        order, left = found[-1]
+        order, left = retry(taken, LAST_PAUSES_S, _waits)
         if isinstance(left, Result):
             self._engine.set_exception(RunError("the run has ended"))
             pool.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from raytrain_plus.controller.event_loop import Host
@@ -20,7 +20,6 @@ from raytrain_plus.runs.folder import TASK, claim
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
-from raytrain_plus.training.exchange.step_records import Record
 
 
 def open_run(
@@ -44,13 +43,8 @@ def open_run(
         raise RunError(f"the run cannot start in {run.where}: {outage_of(failure, run)}") from failure
 
 
-def continue_run(
-    left: Succession,
-    run: Run,
-    records: Mapping[str, Sequence[tuple[int, Record]]],
-    listeners: Callable[[Listened, str, Any], Listeners],
-) -> None:
-    """Go on with the record of a run that another controller has opened; `records`: see `RunRecord.adopt`.
+def continue_run(left: Succession, run: Run, listeners: Callable[[Listened, str, Any], Listeners]) -> None:
+    """Go on with the record of a run that another controller has opened.
 
     `listeners`: see `open_run`. Raises `RunError` if the storage does not take it.
     """
@@ -62,7 +56,7 @@ def continue_run(
             listeners(listened_of(run.order, run.folder), run.host.node, run.host.actor),
             left.charter,
             left.charter.group.seats,
-            records,
+            {name: report.records for name, report in left.reports.items()},
         )
     except StorageError as failure:
         raise RunError(f"the run cannot go on in {run.folder.where}: {outage_of(failure, run.folder)}") from failure

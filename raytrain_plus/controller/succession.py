@@ -5,7 +5,6 @@ Ray starts a controller again whose process has died. Its workers live, and trai
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ MOST_STARTS = 5
 """Maximum controllers in a row between which no step is committed: then the run fails, because it would not end."""
 ANSWER_S = 5.0
 """Maximum seconds until a worker has answered; it may be busy. Most answer within some milliseconds."""
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

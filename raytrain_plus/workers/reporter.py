@@ -30,8 +30,7 @@ TELL_TRIES = 3
 class Reporter:
     """Collects the records of one generation that are given to `tell`, and sends them with `send`.
 
-    `send` starts a Ray call and returns its reference. The call answers with the highest step that is durable; None if
-    all is.
+    `send` starts a Ray call and returns its reference. The call answers with the highest step that is durable.
     """
 
     def __init__(self, send: Callable[[Sequence[Any]], Any], unconfirmed: Unconfirmed, number: int) -> None:

@@ -37,9 +37,9 @@ class _Chunk:
     last: int = -2
     """The highest step of its records that are to be confirmed."""
 
-    def durable(self, step: int | None) -> bool:
-        """Return whether nothing is left to confirm if that step is durable, or all if None."""
-        return self.sent and (step is None or self.last <= step)
+    def durable(self, step: int) -> bool:
+        """Return whether nothing is left to confirm if that step is durable."""
+        return self.sent and self.last <= step
 
 
 class Unconfirmed:
@@ -86,8 +86,8 @@ class Unconfirmed:
                     return self._read(chunk)
             return []
 
-    def confirm(self, step: int | None) -> None:
-        """Forget records that were sent: those of steps up to `step`, or all if None; and what is on no step."""
+    def confirm(self, step: int) -> None:
+        """Forget records that were sent: those of steps up to `step`, and what is on no step."""
         with self._lock:
             for chunk in self._chunks:
                 if chunk.durable(step):

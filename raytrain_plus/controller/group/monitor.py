@@ -126,7 +126,7 @@ class Monitor:
         if self._moves and self.machine.group.phase is Phase.TRAIN and not self.checkpoints.busy:
             # Now its absence delays nothing.
             self._moves = False
-            self.record.journal.when_durable(self.host.move)
+            self.record.journal.when_durable(self.host.move, "the controller cannot move before its record is durable")
 
     def interrupt(self, command: e.Interrupt) -> None:
         """Have members leave their world at once."""
@@ -140,7 +140,7 @@ class Monitor:
         """Enter a request into the record, from which another controller learns of it."""
         if message.what != "stop" or self._stopping_since is None:
             self.record.journal.tell("requested", what=message.what, **message.numbers)
-        self.record.journal.when_durable(message.noted)
+        self.record.journal.when_durable(message.noted, "a request cannot be made durable yet")
 
     def stop(self, message: e.Stop) -> None:
         """Have the run stop at the next step boundary."""

@@ -211,8 +211,11 @@ class Journal:
 
         self._aside.later(write, failing)
 
-    def when_durable(self, act: Callable[[], object]) -> None:
-        """Make the events durable, on a thread, and call `act` there then; at once if the run has no folder yet."""
+    def when_durable(self, act: Callable[[], object], failing: str) -> None:
+        """Make the events durable, on a thread, and call `act` there then; at once if the run has no folder yet.
+
+        `failing`: what to say if that cannot be done.
+        """
         if not self.opened:
             act()
             return
@@ -221,12 +224,11 @@ class Journal:
             self._outlets.sync()
             act()
 
-        self._aside.later(done, "a request cannot be made durable yet")
+        self._aside.later(done, failing)
 
     def sync_later(self) -> None:
         """Make the events durable, on a thread."""
-        if self.opened:
-            self._aside.later(self._outlets.sync, "the resumption cannot be made durable yet")
+        self.when_durable(lambda: None, "the resumption cannot be made durable yet")
 
     def settle(self) -> None:
         """Make ledger and events durable, up to what is committed by now.

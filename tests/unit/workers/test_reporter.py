@@ -27,7 +27,7 @@ def reporter_of(send: Callable[[Sequence[Any]], Any], unconfirmed: Unconfirmed |
 
 def test_records_are_sent_in_order_and_the_rest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: 99)
     with reporter_of(sent.extend) as reporter:
         for number in range(100):
             reporter.tell(number)
@@ -48,13 +48,14 @@ def test_a_batch_that_did_not_arrive_is_sent_again_unless_it_is_on_its_way(
         batches.append(list(records))
         return object()
 
-    def get(reference: Any, timeout: float) -> None:
+    def get(reference: Any, timeout: float) -> int:
         tried.append(timeout)
         if len(tried) == 1:
             reporter.tell("b")
         if len(tried) <= 3:
             raise error
         arrived.set()
+        return 99
 
     monkeypatch.setattr(module.ray, "get", get)
     with reporter_of(send) as reporter:
@@ -113,7 +114,7 @@ def test_records_that_never_arrived_are_in_the_rest(monkeypatch: pytest.MonkeyPa
 
 def test_records_that_the_controller_waits_for_are_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PERIOD_S", 60.0)
-    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: None)
+    monkeypatch.setattr(module.ray, "get", lambda reference, timeout: 99)
     arrived = threading.Event()
     with reporter_of(lambda records: arrived.set()) as reporter:
         reporter.tell("a")

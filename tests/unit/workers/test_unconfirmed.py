@@ -31,7 +31,7 @@ def test_what_was_sent_is_forgotten_once_it_is_durable() -> None:
     assert told(unconfirmed) == [(4, 2)]
     assert unconfirmed.next(4) == steps(2)
     assert unconfirmed.next(4) == []
-    unconfirmed.confirm(None)
+    unconfirmed.confirm(99)
     assert told(unconfirmed) == []
 
 
