@@ -541,9 +541,7 @@ def restarts() -> int:
     """Return how often Ray has started this actor again."""
 
     def found() -> int:
-        from ray._private.state import actors
-
-        return int(actors(ray.get_runtime_context().get_actor_id()).get("NumRestarts", 0))
+        return int(_actor_entry(ray.get_runtime_context().get_actor_id()).get("NumRestarts", 0))
 
     return _or_nothing(found, "a controller that dies before its run begins is started again and again") or 0
 
@@ -552,8 +550,14 @@ def starts_again(actor: Any) -> bool:
     """Return whether Ray is about to start this actor again, because its process has died."""
 
     def found() -> bool:
-        from ray._private.state import actors
-
-        return bool(actors(actor._actor_id.hex()).get("State") == "RESTARTING")
+        return bool(_actor_entry(actor._actor_id.hex()).get("State") == "RESTARTING")
 
     return bool(_or_nothing(found, "a run whose controller is being replaced counts as ended"))
+
+
+def _actor_entry(actor_id: str | None) -> dict[str, Any]:
+    """Return what Ray's GCS knows of an actor."""
+    from ray._private.state import actors
+
+    found: dict[str, Any] = actors(actor_id)
+    return found

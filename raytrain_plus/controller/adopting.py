@@ -116,7 +116,7 @@ class Adoption:
         complete = {one.name: one.manifest for one in past.found if one.manifest is not None}
         for name, report in left.reports.items():
             if report.written is not None:
-                self._checkpoints.take_share(name, report.written, left.charter.number, complete, past.saved)
+                self._checkpoints.take_share(name, report.written, complete, past.saved)
 
 
 def requests_of(past: Past) -> list[e.Stop | e.Rescale]:

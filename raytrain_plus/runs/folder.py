@@ -210,8 +210,7 @@ def claim(run: Folder, *, fresh: bool, claims: int | None, controller: str = "")
     """Take the folder for a run; with `fresh`, move an earlier run's folder aside.
 
     `claims`: the number of controllers so far of a run that resumes; None for a new run. `controller`: the name of this
-    one. Raises `InputError` if another
-    controller took the folder in the meantime.
+    one. Raises `InputError` if another controller took the folder in the meantime.
     """
     files = run.files()
     if not files:
@@ -268,11 +267,6 @@ class Fence:
         if newest == self._number and self._run.read(self.claim.name) == self.claim.content:
             return None
         return self._holder()
-
-    @property
-    def number(self) -> int:
-        """The number of this claim: it rises with every controller of the run."""
-        return self._number
 
     @property
     def gone(self) -> bool:

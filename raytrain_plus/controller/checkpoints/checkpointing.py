@@ -143,24 +143,18 @@ class Checkpoints:
         self.formed(number, view.members)
         self.shares(number, [view.shape.stage(seat) for seat in range(view.shape.size)], owners)
 
-    def take_share(
-        self, name: str, told: Written, number: int, complete: Mapping[str, Manifest], saved: Collection[str]
-    ) -> None:
+    def take_share(self, name: str, told: Written, complete: Mapping[str, Manifest], saved: Collection[str]) -> None:
         """Handle a worker's share of a checkpoint whose end it has not heard of, at the death of another controller.
 
-        `number`: the generation's, of which the checkpoints in progress go on; `complete`: those that are; `saved`:
-        those of which the record says so.
+        `complete`: the checkpoints that are; `saved`: those of which the record says so.
         """
         checkpoint = name_of(told.step, told.generation)
         if manifest := complete.get(checkpoint):
             if checkpoint not in saved and not self._saving.knows(told.step, told.generation):
                 self._record.saved(told.step, self._clock.unix() - manifest.time, manifest.stall_s, checkpoint)
             self._loop.tell(name, "settled", told.step, told.generation)
-        elif told.generation == number:
-            self.wrote(told)
         else:
-            self._publisher.discard(checkpoint)
-            self._loop.tell(name, "settled", told.step, told.generation)
+            self.wrote(told)
 
     def shares(self, number: int, stages: Sequence[Stage], owners: Owners) -> list[ShareOf]:
         """Return the parts of writers that hold these stages, in the checkpoints with that generation number.
