@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import torch
 from torch import nn
 
-BufferRule = Literal["mean", "first", "max", "refuse"]
+BufferRule = Literal["mean", "sum", "first", "max", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -248,6 +248,7 @@ class Task:
         """Return how the shards' values of the buffer `name` are combined after a step.
 
         `mean`: over shards, weighted by rows (the default for floating buffers); `max` (the default for integers);
+        `sum`: of what each shard has added to the integers;
         `first`: shard 0's value; `refuse`: changing the buffer is an error. None selects the default.
         """
         return None

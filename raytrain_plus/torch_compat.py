@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -185,6 +186,15 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return those of the module's own buffers that are not persistent, by name."""
     return {name: value for name, value in module._buffers.items() if name in module._non_persistent_buffers_set}
+
+
+def without_values(module: nn.Module) -> nn.Module:
+    """Return a module that shares all with another one but its own parameters, which are empty."""
+    found = copy.copy(module)
+    found._parameters = {
+        name: None if value is None else nn.Parameter(value.new_empty(0)) for name, value in module._parameters.items()
+    }
+    return found
 
 
 def buffer_of(module: nn.Module, name: str) -> torch.Tensor | None:

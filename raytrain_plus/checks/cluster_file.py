@@ -189,7 +189,7 @@ def _notes(job: Job, room: _Room) -> Iterator[str]:
     if not job.workers.gpus or parallel.width <= on_one:
         return
     crossing = "its activations cross between machines"
-    if parallel.tensor > on_one:
+    if parallel.slices > on_one:
         crossing += ", and so do the sums of each layer's slices"
     yield f"a replica takes {parallel.width} workers, but a machine has room for {on_one}: {crossing}"
 

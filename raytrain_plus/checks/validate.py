@@ -356,7 +356,7 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
 
 def _slice_lines(job: Job, layers: Sequence[Layer]) -> tuple[str, ...]:
     """Return how much of the model a worker holds that hosts some of its slices; nothing if it is not cut."""
-    if job.parallel.tensor == 1 or not layers:
+    if job.parallel.slices == 1 or not layers:
         return ()
     # Imported here because it loads torch.
     from raytrain_plus.parallel.pipeline.memory import hosting_slices
@@ -364,11 +364,11 @@ def _slice_lines(job: Job, layers: Sequence[Layer]) -> tuple[str, ...]:
     whole = sum(layer.own_parameters for layer in layers)
     held = [
         f"{sum(layer.own_parameters for layer in hosting_slices(layers, ranks)):,} on each of {ranks} workers"
-        for ranks in rank_counts(job.parallel.tensor)
+        for ranks in rank_counts(job.parallel.slices)
         if ranks > 1
     ]
     of = "the model" if job.parallel.pipeline == 1 else "all stages"
-    return (f"{job.parallel.tensor} slices; of the {whole:,} parameters of {of}: {', '.join(held)}",)
+    return (f"{job.parallel.slices} slices; of the {whole:,} parameters of {of}: {', '.join(held)}",)
 
 
 def _is_made(job: Job, path: str) -> bool:
@@ -414,7 +414,7 @@ def _forecast(
 
     microbatches = size.shards * job.parallel.microbatches * job.parallel.steps_together
     schedule = job.parallel.schedule
-    layers = hosting_slices(layers, job.parallel.tensor)
+    layers = hosting_slices(layers, job.parallel.slices)
     # A GPU's memory is known only on a machine with one.
     room = total_memory() if not job.workers.gpus else None
     partitions = [

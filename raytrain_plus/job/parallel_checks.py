@@ -17,15 +17,16 @@ def sizes(maximum: int | None, minimum: int) -> Problem:
     return f"{maximum} is less than workers.min = {minimum}", f"{minimum} or more", ""
 
 
-def shard_room(minimum: int, shards: int, pipeline: int, tensor: int) -> Problem:
+def shard_room(minimum: int, shards: int, pipeline: int, tensor: int, experts: int) -> Problem:
     """Return what is wrong with this workers.min: every worker needs a shard."""
-    if minimum <= shards * pipeline * tensor:
+    most = shards * pipeline * max(tensor, experts)
+    if minimum <= most:
         return None
-    of = "" if pipeline == 1 else f" and parallel.pipeline = {pipeline}"
-    of += "" if tensor == 1 else f" and parallel.tensor = {tensor}"
+    named = {"pipeline": pipeline, "tensor": tensor, "experts": experts}
+    of = "".join(f" and parallel.{name} = {count}" for name, count in named.items() if count > 1)
     return (
         f"{minimum} workers for data.shards = {shards}{of}: some would be idle",
-        f"at most {shards * pipeline * tensor}",
+        f"at most {most}",
         "raise data.shards",
     )
 
@@ -40,18 +41,35 @@ def one_replica(maximum: int | None, minimum: int, pipeline: int) -> Problem:
 
 def tensor(tensor: int, schedule: str, sharded: str, compiles: bool) -> Problem:
     """Return what is wrong with parallel.tensor with these settings."""
-    if tensor < 2 or tensor & (tensor - 1):
+    return _sliced("tensor slices", "parallel.tensor: 1", tensor, schedule, sharded, compiles)
+
+
+def experts(experts: int, schedule: str, sharded: str, compiles: bool) -> Problem:
+    """Return what is wrong with parallel.experts with these settings."""
+    return _sliced("slices of experts", "parallel.experts: 1", experts, schedule, sharded, compiles)
+
+
+def _sliced(what: str, without: str, slices: int, schedule: str, sharded: str, compiles: bool) -> Problem:
+    if slices < 2 or slices & (slices - 1):
         return None
     if schedule in ("pipedream", "zero-bubble"):
-        what = f"{schedule} does not support tensor slices: its stages interleave passes in orders of their own"
-        return what, "parallel.tensor: 1, or another schedule", ""
+        why = f"{schedule} does not support {what}: its stages interleave passes in orders of their own"
+        return why, f"{without}, or another schedule", ""
     if sharded == "full":
-        what = "the weights of tensor slices are not sharded: each worker holds only those of its own slices already"
-        return what, "sharded: optimizer, or parallel.tensor: 1", ""
+        why = f"the weights of {what} are not sharded: each worker holds only those of its own slices already"
+        return why, f"sharded: optimizer, or {without}", ""
     if compiles:
-        what = "layers that are cut into slices exchange sums while they compute, which compiled layers cannot do"
-        return what, "compile: false, or parallel.tensor: 1", ""
+        why = "layers that are cut into slices exchange sums while they compute, which compiled layers cannot do"
+        return why, f"compile: false, or {without}", ""
     return None
+
+
+def same_slices(experts: int, tensor: int) -> Problem:
+    """Return what is wrong with parallel.experts beside parallel.tensor: the same workers host both."""
+    if 1 in (experts, tensor) or experts == tensor:
+        return None
+    what = f"{experts} slices of experts and {tensor} slices of weights cannot be hosted on the same workers"
+    return what, f"{tensor}, or 1 for one of both", ""
 
 
 def pipedream(
@@ -91,10 +109,10 @@ def sharded(sharded: str, pipeline: int, schedule: str) -> Problem:
 
 
 def holders(
-    holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int, tensor: int
+    holders: int, sharded: str, maximum: int | None, minimum: int, shards: int, pipeline: int, tensor: int, experts: int
 ) -> Problem:
     """Return what is wrong with parallel.holders: there cannot be more than workers that share a state."""
-    width = max(1, pipeline * tensor)
+    width = max(1, pipeline * max(tensor, experts))
     most = min((minimum if maximum is None else maximum) // width, shards)
     # With fewer workers than stages there is another problem.
     if sharded == "none" or holders <= most or not most:
@@ -134,13 +152,13 @@ def microbatches(microbatches: int, batch_size: int, shards: int) -> Problem:
     return f"{microbatches} does not divide the {rows} rows that each shard gives to a step", f"a divisor of {rows}", ""
 
 
-def collective(collective: str, gpus: float, tensor: int, reduction: str) -> Problem:
+def collective(collective: str, gpus: float, tensor: int, experts: int, reduction: str) -> Problem:
     """Return what is wrong with collective on these devices and with these slices."""
     if collective != "nccl":
         return None
     if not gpus:
         return "NCCL sums on GPUs, and workers.gpus is 0", "workers.gpus: 1, or another collective", ""
-    if tensor > 1 and reduction == "ring":
+    if max(tensor, experts) > 1 and reduction == "ring":
         what = "the rings of a stage's slices sum the same gradients of what is not cut, and NCCL's may differ in a bit"
         return what, "reduction: exact, or another collective", ""
     return None

@@ -86,6 +86,14 @@ class Parallel:
     The result does not depend on who hosts them. A model that is also in stages must be declared in layers.
     """
 
+    experts: Annotated[int, bounds.power_of_two, KEPT] = 1
+    """Slices that the experts of the model are divided into: a power of two, fixed for the life of the run. Default 1:
+    each worker of a stage holds all of them.
+
+    They are those of `layers.Experts`, and those that `Task.tensor` names. The workers of a stage host them as those of
+    `tensor`; with both, the numbers must be equal.
+    """
+
     schedule: Annotated[Schedule, Kept.WITH_PIPEDREAM] = "1f1b"
     """Order in which the stages of a replica make their forward and backward passes. Default `1f1b`.
 
@@ -141,12 +149,17 @@ class Parallel:
     @property
     def width(self) -> int:
         """Return the number of workers of a whole replica."""
-        return self.pipeline * self.tensor
+        return self.pipeline * self.slices
+
+    @property
+    def slices(self) -> int:
+        """Return the number of slices of weights, or of experts, that the workers of a stage host."""
+        return max(self.tensor, self.experts)
 
     @property
     def in_one_stage(self) -> bool:
         """Return whether layers are cut into slices, but the model is not partitioned into stages."""
-        return self.tensor > 1 and self.pipeline == 1
+        return self.slices > 1 and self.pipeline == 1
 
     @property
     def overlaps(self) -> bool:

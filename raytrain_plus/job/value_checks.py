@@ -105,11 +105,11 @@ def _compression(compression: str, reduction: str) -> Problem:
     return what, "compression: none, or reduction: ring", ""
 
 
-def _packed(collate: str | None, pipeline: int, tensor: int) -> Problem:
-    if collate != "pack" or pipeline * tensor == 1:
+def _packed(collate: str | None, pipeline: int, tensor: int, experts: int) -> Problem:
+    if collate != "pack" or pipeline * tensor * experts == 1:
         return None
     what = "packed microbatches differ in their number of tokens, and stages need the same shapes in every step"
-    return what, "pad, stack or module:function, or parallel.pipeline: 1 and parallel.tensor: 1", ""
+    return what, "pad, stack or module:function, or parallel.pipeline, tensor and experts: 1", ""
 
 
 def _grouped(column: str | None, dataset: str | None, shuffle: str, pack: int | None) -> Problem:
@@ -157,11 +157,11 @@ def _numbers_mixed(mix: Sequence[Any] | None, windows: int | None) -> Problem:
     return None
 
 
-def _skipped_rows(on_error: str, pipeline: int, tensor: int, sharded: str) -> Problem:
-    if on_error == "stop" or (pipeline * tensor == 1 and sharded != "full"):
+def _skipped_rows(on_error: str, pipeline: int, tensor: int, experts: int, sharded: str) -> Problem:
+    if on_error == "stop" or (pipeline * tensor * experts == 1 and sharded != "full"):
         return None
     what = "data.on_error: skip needs the whole model in each worker; stages do not tell one another which rows fail"
-    return what, "data.on_error: stop, or parallel.pipeline: 1, tensor: 1 and not sharded: full", ""
+    return what, "data.on_error: stop, or parallel.pipeline, tensor and experts: 1 and not sharded: full", ""
 
 
 def _best(metric: str, evaluate: None) -> Problem:
@@ -194,7 +194,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.format", "data.dataset"), _only_paths),
     (("data.prepare", "data.dataset"), _only_paths),
     (("data.batch_size", "data.shards"), _batch),
-    (("data.collate", "parallel.pipeline", "parallel.tensor"), _packed),
+    (("data.collate", "parallel.pipeline", "parallel.tensor", "parallel.experts"), _packed),
     (("data.group_by_length", "data.dataset", "data.shuffle", "data.pack"), _grouped),
     (("data.pack", "data.collate"), _one_length),
     (("data.pack", "data.image_size"), _no_images),
@@ -204,12 +204,20 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("data.windows", "data.collate"), _one_length),
     (("data.format", "data.windows"), _numbers),
     (("data.mix", "data.windows"), _numbers_mixed),
-    (("data.on_error", "parallel.pipeline", "parallel.tensor", "parallel.sharded"), _skipped_rows),
+    (
+        ("data.on_error", "parallel.pipeline", "parallel.tensor", "parallel.experts", "parallel.sharded"),
+        _skipped_rows,
+    ),
     (("steps", "epochs"), _length),
     (("workers.max", "workers.min"), parallel_checks.sizes),
-    (("workers.min", "data.shards", "parallel.pipeline", "parallel.tensor"), parallel_checks.shard_room),
+    (
+        ("workers.min", "data.shards", "parallel.pipeline", "parallel.tensor", "parallel.experts"),
+        parallel_checks.shard_room,
+    ),
     (("workers.max", "workers.min", "parallel.pipeline"), parallel_checks.one_replica),
     (("parallel.tensor", "parallel.schedule", "parallel.sharded", "compile"), parallel_checks.tensor),
+    (("parallel.experts", "parallel.schedule", "parallel.sharded", "compile"), parallel_checks.experts),
+    (("parallel.experts", "parallel.tensor"), parallel_checks.same_slices),
     (("parallel.partition", "parallel.pipeline", "parallel.schedule"), parallel_checks.partition),
     (
         (
@@ -232,6 +240,7 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
             "data.shards",
             "parallel.pipeline",
             "parallel.tensor",
+            "parallel.experts",
         ),
         parallel_checks.holders,
     ),
@@ -240,7 +249,10 @@ _CHECKS: Sequence[tuple[tuple[str, ...], Callable[..., Problem]]] = (
     (("compression", "reduction"), _compression),
     (("recompute", "parallel.schedule"), parallel_checks.recompute),
     (("compile", "parallel.schedule"), parallel_checks.compiled),
-    (("collective", "workers.gpus", "parallel.tensor", "reduction"), parallel_checks.collective),
+    (
+        ("collective", "workers.gpus", "parallel.tensor", "parallel.experts", "reduction"),
+        parallel_checks.collective,
+    ),
     (("precision", "parallel.schedule", "workers.gpus"), parallel_checks.precision),
     (("checkpoint.keep_best.metric", "evaluate"), _best),
     (("early_stop.metric", "evaluate"), _best),

@@ -15,9 +15,20 @@ class Model(Task):
 from raytrain_plus.layers.attention import Attention
 from raytrain_plus.layers.block import Block
 from raytrain_plus.layers.cross_entropy import cross_entropy
+from raytrain_plus.layers.experts import Experts
 from raytrain_plus.layers.feed_forward import FeedForward
 from raytrain_plus.layers.head import Head
 from raytrain_plus.layers.layers_plan import adapted_plan, transformer_plan
 from raytrain_plus.layers.rotary import rotated
 
-__all__ = ["Attention", "Block", "FeedForward", "Head", "adapted_plan", "cross_entropy", "rotated", "transformer_plan"]
+__all__ = [
+    "Attention",
+    "Block",
+    "Experts",
+    "FeedForward",
+    "Head",
+    "adapted_plan",
+    "cross_entropy",
+    "rotated",
+    "transformer_plan",
+]

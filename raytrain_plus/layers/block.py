@@ -23,11 +23,13 @@ class Block(nn.Module):
         kv_heads: int | None = None,
         hidden: int | None = None,
         gated: bool = True,
+        feed_forward: nn.Module | None = None,
         dropout: float = 0.0,
         bias: bool = False,
     ) -> None:
         """`hidden`: features of the network; default: 4 times `width`, or 8/3 times if `gated`, a multiple of 64.
 
+        `feed_forward`: a network of another kind, such as `Experts`; then `hidden` and `gated` say nothing.
         `dropout`: of what attention and network return. Others: see `Attention` and `FeedForward`.
         """
         super().__init__()
@@ -35,7 +37,7 @@ class Block(nn.Module):
             hidden = -(-8 * width // (3 * 64)) * 64 if gated else 4 * width
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.attention = Attention(width, heads, kv_heads, bias=bias)
-        self.feed_forward = FeedForward(width, hidden, gated=gated, bias=bias)
+        self.feed_forward = feed_forward or FeedForward(width, hidden, gated=gated, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

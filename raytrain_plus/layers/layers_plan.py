@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 
-def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "", sequence: bool = False) -> dict[str, str]:
+def transformer_plan(
+    *, embed: str = "", blocks: str = "", head: str = "", sequence: bool = False, experts: bool = False
+) -> dict[str, str]:
     """Return what `Task.tensor` returns for a model of these layers, by their names, or patterns of them.
 
     `embed`: an `nn.Embedding`; `blocks`: `Block`s with `gated` networks; `head`: a `Head`, whose scores go to
     `cross_entropy`. Layers without a name are not cut. `sequence`: between attention and networks, each slice has some
-    of the positions; then all three must be named.
+    of the positions; then all three must be named. `experts`: the networks of these blocks are `Experts`, which
+    `parallel.experts` divides, not this plan.
 
     >>> transformer_plan(embed="embed", head="head")
     {'embed': 'vocab', 'head.out': 'colwise_loss'}
@@ -18,8 +21,10 @@ def transformer_plan(*, embed: str = "", blocks: str = "", head: str = "", seque
     plan = {embed: "vocab"} if embed else {}
     if blocks:
         plan |= {f"{blocks}.attention.{name}": "colwise" for name in ("q", "k", "v")}
-        plan |= {f"{blocks}.feed_forward.{name}": "colwise" for name in ("gate", "up")}
-        plan |= {f"{blocks}.attention.out": "rowwise", f"{blocks}.feed_forward.down": "rowwise"}
+        plan[f"{blocks}.attention.out"] = "rowwise"
+        if not experts:
+            plan |= {f"{blocks}.feed_forward.{name}": "colwise" for name in ("gate", "up")}
+            plan[f"{blocks}.feed_forward.down"] = "rowwise"
     if head:
         plan[f"{head}.out"] = "colwise_loss"
     if sequence:

@@ -22,7 +22,7 @@ def size_table(job: Job, layers: Sequence[str] | None = None) -> SizeTable:
     """
     workers = job.workers
     counts = _stage_counts(job, layers)
-    return SizeTable(workers.min, workers.max or workers.min, job.data.shards, counts, job.parallel.tensor)
+    return SizeTable(workers.min, workers.max or workers.min, job.data.shards, counts, job.parallel.slices)
 
 
 def most_workers(job: Job) -> int:
@@ -116,7 +116,7 @@ def _stage_counts(job: Job, layers: Sequence[str] | None) -> tuple[int, ...]:
     """
     requested = job.parallel.pipeline
     # Replicas of fewer tensor ranks are formed only if there is one of them.
-    fault = _fault(job, requested, most_workers(job) // job.parallel.tensor, layers)
+    fault = _fault(job, requested, most_workers(job) // job.parallel.slices, layers)
     if fault is not None:
         raise fault
     first = job.parallel.first_layers(requested)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +28,12 @@ from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.transport import Returned, Tensors
 from raytrain_plus.parallel.tensor.modules import part_of
 from raytrain_plus.parallel.tensor.simulated_hosts import Hosts
-from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, WHERE, cuts_of
-from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names
+from raytrain_plus.parallel.tensor.slice_plan import DIVIDES, OF_EXPERTS, WHERE, cuts_of
+from raytrain_plus.parallel.tensor.slicing import Slicing, cuts_in, module_names, stacked_experts
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import Built, build_layers, pass_names, train_as_built
 from raytrain_plus.training.model.precision import Precision
+from raytrain_plus.training.step.build import slicing_of
 from raytrain_plus.training.weights.step_options import Technique
 from raytrain_plus.trial.measure import Alone, alone_loss, each_layer, forward
 
@@ -51,20 +52,30 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
 
     With `reduction: exact` also if they have other bits than on one host.
     """
-    slices, plan = job.parallel.tensor, task.tensor()
+    slices = job.parallel.slices
+    slicing = slicing_of(job, task)
+    assert slicing is not None, "the job cuts something"
     names = pass_names(task, job.seed, in_one=job.parallel.in_one_stage)
-    if not plan:
+    if job.parallel.tensor > 1 and not set(slicing.plan.values()) - set(OF_EXPERTS):
         raise TaskError(
             f"the job cuts the model into {slices} slices, but {type(task).__name__}.tensor() names nothing to cut",
             where=f"parallel.tensor: {slices}",
             expected="a plan, such as {'block*.up': 'colwise', 'block*.down': 'rowwise'}",
         )
-    layers = (dict(built.module.named_children()) for built in build_layers(task, job.seed, device, names=names))
-    cuts_of(plan, [name for one in layers for name in module_names(one)])
+    layers = [dict(built.module.named_children()) for built in build_layers(task, job.seed, device, names=names)]
+    cuts = cuts_of(slicing.plan, [name for one in layers for name in module_names(one)])
+    if slicing.experts and not (
+        any(map(stacked_experts, layers)) or any(cut.kind == "experts" for cut in cuts.values())
+    ):
+        raise TaskError(
+            f"the job divides experts into {slices} slices, but the model has none",
+            where=f"parallel.experts: {slices}",
+            expected="layers.Experts in the model, or modules that Task.tensor names by 'experts'",
+        )
     hosts = Hosts(slices)
-    slicings: list[Slicing | None] = [None, *(Slicing(plan, slices, hosts.link(host)) for host in hosts)]
+    slicings: list[Slicing | None] = [None, *(replace(slicing, link=hosts.link(host)) for host in hosts)]
     if job.reduction == "exact":
-        slicings.append(Slicing(plan, slices))
+        slicings.append(slicing)
     check = _Check(task, job.seed, device, batch, names, hosts, slicings)
     check.outputs()
     check.gradients()

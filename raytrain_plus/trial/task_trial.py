@@ -364,7 +364,7 @@ def try_layers(
     start, technique = time.monotonic(), technique_of(job, device)
     with explained(job, task, batch.batch):
         classes_of(batch.batch)
-        if job.parallel.tensor > 1:
+        if job.parallel.slices > 1:
             check_slices(job, task, device, batch)
         slicing, in_one = slicing_of(job, task), job.parallel.in_one_stage
         layers = measure_layers(task, job.seed, technique, batch, job.parallel.overlaps, slicing, in_one=in_one)

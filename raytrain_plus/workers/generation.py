@@ -325,7 +325,7 @@ class Generation:
         if plan.collective != "horovod":
             return self._staged(TorchWorld(invitation))
         # The rings of workers that share a stage's slices sum the same gradients of what is not cut.
-        return self._staged(HorovodWorld(invitation, fuses=plan.job.parallel.tensor == 1))
+        return self._staged(HorovodWorld(invitation, fuses=plan.job.parallel.slices == 1))
 
     def _staged(self, world: _OfHost) -> _OfHost | StagedWorld:
         """Return a world of the host for tensors of this worker's device."""

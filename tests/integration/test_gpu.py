@@ -167,7 +167,7 @@ def test_workers_that_share_a_gpu_recover_to_the_losses_of_a_cpu(
     write_data(tmp_path / "data", rows=517)
     settings: dict[str, Any] = {"task": "gpu_tasks:Alike", "evaluate": None}
     nccl = collective == "nccl"
-    if nccl and parallel.tensor > 1:
+    if nccl and parallel.slices > 1:
         # Otherwise NCCL's sums could differ in a bit between the slices, and the job is refused.
         settings["reduction"] = "exact"
     expected = losses_of_a_cpu(tmp_path, **settings)

@@ -49,7 +49,7 @@ class Partitions:
         self._partitions = {}
         misfits: dict[tuple[int, int], Misfit] = {}
         for stages in stage_counts:
-            most, *fewer = rank_counts(self._job.parallel.tensor)
+            most, *fewer = rank_counts(self._job.parallel.slices)
             found = self._laid(stages, most, living)
             if not isinstance(found, Misfit):
                 self._partitions[stages] = found
@@ -72,7 +72,7 @@ class Partitions:
 
     def _check_room(self, misfits: Mapping[tuple[int, int], Misfit]) -> None:
         """Raise `InputError` if the model fits only on more workers than there may be."""
-        counts = rank_counts(self._job.parallel.tensor)
+        counts = rank_counts(self._job.parallel.slices)
         fit = [(stages, ranks) for stages in self._partitions for ranks in counts if (stages, ranks) not in misfits]
         fewest, most = min(stages * ranks for stages, ranks in fit), self._sizes.maximum
         if misfits and fewest > most:
@@ -92,7 +92,7 @@ class Partitions:
         else:
             partition = self._partitions[stage.of]
         stages = {name: number for number, chunks in enumerate(partition) for chunk in chunks for name in chunk}
-        return Layers(stage, partition[stage.number], stages, self._job.parallel.tensor)
+        return Layers(stage, partition[stage.number], stages, self._job.parallel.slices)
 
     @property
     def chunks(self) -> Mapping[int, tuple[Chunks, ...]]:
@@ -106,7 +106,7 @@ class Partitions:
     @property
     def slices(self) -> int:
         """The job's number of tensor slices."""
-        return self._job.parallel.tensor
+        return self._job.parallel.slices
 
     def replaces(self, stages: int) -> bool:
         """Return whether `parallel.partition` cannot be used, because it is for more stages than these."""
@@ -135,7 +135,7 @@ class Partitions:
 
     def _slices_of(self, layer: Layer) -> list[str]:
         """Return the names of a layer's tensor slices, if it is cut into any."""
-        slices = self._job.parallel.tensor if layer.sliced_bytes else 0
+        slices = self._job.parallel.slices if layer.sliced_bytes else 0
         return [slice_name(layer.name, number) for number in range(slices)]
 
     def parts(self, rows: Pieces) -> dict[Stage, Pieces]:
@@ -145,7 +145,7 @@ class Partitions:
         """
         of_layers = layers_of(rows)
         found = {}
-        layouts = [(of, ranks) for of in {1, *self._partitions} for ranks in rank_counts(self._job.parallel.tensor)]
+        layouts = [(of, ranks) for of in {1, *self._partitions} for ranks in rank_counts(self._job.parallel.slices)]
         for stage in (stage for layout in layouts for stage in stages_of(*layout)):
             own = self.pieces(stage)
             found[stage] = union([own, *(some for layer, some in of_layers.items() if layer in own.names)])

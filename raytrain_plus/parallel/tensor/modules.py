@@ -57,7 +57,7 @@ class SharedInput:
     def total(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> torch.Tensor:
         """Return the sum over all slices, with the bias, given the part of each hosted slice."""
         if not self.divides:
-            total: torch.Tensor = _Sum.apply(self.link, *parts)
+            total = summed(self.link, parts)
             return total if bias is None else total + bias
         total = own_of_sum(parts, self.link)
         return total if bias is None else each_slice(torch.add, total, [bias], self.link, self._count)
@@ -196,6 +196,12 @@ class Vocabulary(nn.Module):
         own = padding if padding is not None and 0 <= padding < self._rows else None
         found = F.embedding(places.masked_fill(others, 0), weight, own)
         return found.masked_fill(others.unsqueeze(-1), 0)
+
+
+def summed(link: Link, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum over all slices, given the part of each hosted one; each part gets its gradient."""
+    total: torch.Tensor = _Sum.apply(link, *parts)
+    return total
 
 
 def part_of(weight: torch.Tensor, kind: str, fused: int, number: int, slices: int) -> torch.Tensor:

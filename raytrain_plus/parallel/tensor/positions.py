@@ -80,11 +80,20 @@ def each_slice(
     work: Callable[..., torch.Tensor], given: torch.Tensor, weights: Sequence[torch.Tensor], link: Link, count: int
 ) -> torch.Tensor:
     """Return what `work` makes of the positions of each of `count` hosted slices, and of copies of all `weights`."""
-    copies = _Copies.apply(link, count, *weights) if weights else ()
+    each = copies(link, count, *weights) if weights else ()
     parts = cut(given, count, -2)
-    found = [work(part, *copies[number::count]) for number, part in enumerate(parts)]
+    found = [work(part, *each[number::count]) for number, part in enumerate(parts)]
     joined: torch.Tensor = _Join.apply(*found)
     return joined
+
+
+def copies(link: Link, count: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return copies of each value for `count` hosted slices, those of the same value beside each other.
+
+    Their gradients are summed over all slices of all workers, in one exchange; the values are of one dtype.
+    """
+    found: tuple[torch.Tensor, ...] = _Copies.apply(link, count, *values)
+    return found
 
 
 def gathered(given: torch.Tensor, count: int, link: Link) -> tuple[torch.Tensor, ...]:
@@ -184,10 +193,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Copies(torch.autograd.Function):
-    """Copies of some weights for each hosted slice, those of the same weight beside each other.
-
-    Their gradients are summed over all slices of all workers, in one exchange.
-    """
+    """See `copies`."""
 
     @staticmethod
     def forward(ctx: Any, link: Link, count: int, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -15,7 +15,7 @@ from typing import Literal
 from raytrain_plus.errors import TaskError
 
 SliceKind = Literal["column", "row", "vocabulary"]
-Kind = SliceKind | Literal["replicated"]
+Kind = SliceKind | Literal["replicated", "experts"]
 
 WORDS: Mapping[str, Kind] = {
     "colwise": "column",
@@ -29,7 +29,13 @@ WORDS: Mapping[str, Kind] = {
     "colwise_gather_output": "column",
     "embedding_rowwise": "vocabulary",
     "replicated_with_grad_allreduce": "replicated",
+    "experts": "experts",
+    "ep_dispatch_experts": "experts",
 }
+OF_EXPERTS = ("experts", "ep_dispatch_experts")
+"""The words for modules whose experts are divided between slices: with `parallel.experts`, not `parallel.tensor`."""
+_WITH_EXPERTS = ("grouped_gemm",)
+"""Transformers' word for the parameters of such modules, which are divided with them."""
 DIVIDES = "sequence_parallel"
 """The word of a plan under which, between what is cut, each slice has some of the positions."""
 _GATHERS = ("colwise_rep", "colwise_gather_output")
@@ -43,7 +49,10 @@ FUSED = {"qkv": 3, "gate_up": 2}
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a module is cut, or `replicated`: each slice has its weights, and some of the positions, or heads."""
+    """How a module is cut, or `replicated`: each slice has its weights, and some of the positions, or heads.
+
+    `experts`: each slice has some of the experts.
+    """
 
     kind: Kind
     gathers: bool = False
@@ -54,6 +63,16 @@ class Cut:
     """How many projections a column's weight consists of."""
     divides: bool = False
     """Whether a replicated module computes some of the positions, rather than of the heads."""
+
+
+def words_for(plan: Mapping[str, str], *, tensor: bool, experts: bool) -> dict[str, str]:
+    """Return the part of a plan that a job uses: for `parallel.tensor`, for `parallel.experts`, or for both.
+
+    >>> words_for({"*.up": "colwise", "*.experts": "experts"}, tensor=False, experts=True)
+    {'*.experts': 'experts'}
+    """
+    found = {name: word for name, word in plan.items() if word not in _WITH_EXPERTS}
+    return {name: word for name, word in found.items() if (experts if word in OF_EXPERTS else tensor)}
 
 
 def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = True) -> dict[str, Cut]:

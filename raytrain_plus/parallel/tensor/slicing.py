@@ -11,6 +11,7 @@ from torch import nn
 from raytrain_plus.errors import TaskError
 from raytrain_plus.membership.mesh import hosted_slices
 from raytrain_plus.membership.slice_names import is_slice, slice_name, slice_of_weight
+from raytrain_plus.parallel.tensor.expert_slices import ExpertSlices, StackedExperts
 from raytrain_plus.parallel.tensor.link import Link
 from raytrain_plus.parallel.tensor.modules import Column, Leaf, Row, SharedInput, Vocabulary, part_of
 from raytrain_plus.parallel.tensor.positions import DividedDropout, Entrance, Replicated
@@ -23,11 +24,13 @@ class Slicing:
     """How a worker holds a model that is cut into slices."""
 
     plan: Mapping[str, str]
-    """The task's plan: see `plan.cuts_of`."""
+    """The task's plan, as far as the job uses it: see `slice_plan.words_for`."""
     slices: int
     """The job's number of slices, a power of two."""
     link: Link = field(default_factory=Link)
     """Says which of them are hosted here, and reaches the others."""
+    experts: bool = False
+    """Whether all `StackedExperts` are cut, whether the plan names them or not."""
 
     @property
     def divides(self) -> bool:
@@ -59,6 +62,8 @@ def cut_layers(layers: Mapping[str, nn.Module], slicing: Slicing) -> tuple[dict[
     These may be some of the model's layers; they change in place. Raises `TaskError` for a plan that does not fit them.
     """
     cuts = cuts_of(slicing.plan, module_names(layers), whole=False)
+    if slicing.experts:
+        cuts |= dict.fromkeys(stacked_experts(layers), Cut("experts"))
     found: dict[str, nn.Module] = {}
     slices: dict[str, Leaf] = {}
     for layer, module in layers.items():
@@ -74,6 +79,16 @@ def cut_layers(layers: Mapping[str, nn.Module], slicing: Slicing) -> tuple[dict[
 def module_names(layers: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of all modules of some layers, the layers' own among them."""
     return [_full(layer, path) for layer, module in layers.items() for path, _ in module.named_modules()]
+
+
+def stacked_experts(layers: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of the modules of some layers that are `StackedExperts`."""
+    return [
+        _full(layer, path)
+        for layer, module in layers.items()
+        for path, inner in module.named_modules()
+        if isinstance(inner, StackedExperts)
+    ]
 
 
 def tied_slices(tied: Mapping[str, str], slicing: Slicing) -> dict[str, str]:
@@ -127,6 +142,8 @@ def _cut(
         parent, _, attribute = path.rpartition(".")
         if cuts[name].kind == "replicated":
             made = _replicated(name, inner, slicing, len(holders))
+        elif cuts[name].kind == "experts":
+            made = _experts(name, inner, slicing, {number: _leaf(holder, path) for number, holder in holders.items()})
         else:
             meeting = meetings.get(parent)
             if meeting is None:
@@ -166,6 +183,38 @@ def _replicated(name: str, module: nn.Module, slicing: Slicing, count: int) -> n
         what = "hooks" if buffer is None else f"the buffer '{buffer}'"
         raise TaskError(f"'{name}' has {what}, so slices cannot compute parts of it", where=WHERE)
     return Replicated(module, slicing.link, count)
+
+
+def _experts(name: str, module: nn.Module, slicing: Slicing, slices: Mapping[int, Leaf]) -> nn.Module:
+    """Divide experts between slices. Raises `TaskError` for what is no stack of experts, or has too few."""
+    count = getattr(module, "num_experts", 0)
+    named = dict(module.named_parameters())
+    odd = next((at for at, value in named.items() if value.dim() < 2 or len(value) != count or "." in at), None)
+    if not isinstance(count, int) or not named or odd is not None:
+        what = f"its parameter '{odd}' does not have one part for each" if named else "it has no parameters"
+        raise TaskError(
+            f"'{name}' is a {type(module).__name__}, which is no stack of experts: {what}",
+            where=WHERE,
+            expected="a module with num_experts, whose parameters have that many parts along their first dimension",
+        )
+    if next(iter(module.buffers()), None) is not None or has_hooks(module) or _goes_back(module):
+        raise TaskError(f"'{name}' has buffers or hooks, which slices of its experts would not have", where=WHERE)
+    if slicing.divides:
+        raise TaskError(
+            f"'{name}' holds experts, which need all positions, but the plan divides these between slices",
+            where=f"{WHERE}: {DIVIDES}",
+            remedy=f"leave {DIVIDES} out of the plan",
+        )
+    if count % slicing.slices:
+        raise TaskError(
+            f"'{name}' has {count} experts, which {slicing.slices} slices do not divide",
+            where=f"parallel.experts: {slicing.slices}",
+            expected=f"a power of two that divides {count}",
+        )
+    for number, part in slices.items():
+        for kind, value in named.items():
+            _keep(part, kind, value, Cut("column"), number, slicing.slices)
+    return ExpertSlices(module, slices, count // slicing.slices, slicing.link)
 
 
 def _goes_back(module: nn.Module) -> bool:
@@ -270,4 +319,8 @@ def _check_unshared(layer: str, module: nn.Module, cuts: Mapping[str, Cut]) -> N
 
 def cuts_in(module: nn.Module) -> dict[str, tuple[SliceKind, int]]:
     """Return how the modules of a model are cut that have slices, by name: see `state.entry.Cut`."""
-    return {name: one.cut for name, one in module.named_modules() if isinstance(one, (Column, Row, Vocabulary))}
+    return {
+        name: one.cut
+        for name, one in module.named_modules()
+        if isinstance(one, (Column, Row, Vocabulary, ExpertSlices))
+    }

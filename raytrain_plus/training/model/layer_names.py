@@ -23,7 +23,7 @@ def layers_of(job: Job, cls: type[Task]) -> tuple[str, ...] | None:
         if parallel.sharded == "full":
             names = layer_names(task, job.seed, setting="parallel.sharded: full")
         else:
-            cut = "tensor" if parallel.in_one_stage else "pipeline"
+            cut = ("tensor" if parallel.tensor > 1 else "experts") if parallel.in_one_stage else "pipeline"
             setting = f"parallel.{cut}: {getattr(parallel, cut)}"
             names = layer_names(task, job.seed, in_one=parallel.in_one_stage, setting=setting)
     return names if parallel.in_parts else None

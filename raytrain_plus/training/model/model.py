@@ -426,13 +426,13 @@ def _children(module: nn.Module, in_one: bool = False) -> dict[str, nn.Module]:
         what = f"{type(module).__name__} is a sequence" if twice is None else f"'{twice}' is a module with another name"
         raise TaskError(
             f"{what}, so slices of its layers have no place in the model",
-            where="parallel.tensor",
+            where="parallel.tensor, parallel.experts",
             expected="layers(), a plain nn.Sequential, or another model() with each module in it once",
         )
     for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         raise TaskError(
-            f"'{name}' belongs to the top-level module; parallel.tensor needs every tensor in a submodule",
-            where="parallel.tensor",
+            f"'{name}' belongs to the top-level module; slices need every tensor in a submodule",
+            where="parallel.tensor, parallel.experts",
             expected="a model() all of whose parameters and buffers belong to modules, or layers()",
         )
     return children

@@ -16,6 +16,7 @@ from raytrain_plus.parallel.half_precision import ring_wire
 from raytrain_plus.parallel.pipeline.layout import Chunks
 from raytrain_plus.parallel.sizing import most_workers
 from raytrain_plus.parallel.tensor.link import Link
+from raytrain_plus.parallel.tensor.slice_plan import words_for
 from raytrain_plus.parallel.tensor.slicing import Slicing
 from raytrain_plus.parallel.wire import MakeWire
 from raytrain_plus.state.hostcopy import check_storable
@@ -54,7 +55,12 @@ def task_of(job: Job, cls: type[Task], steps: int, rows: int = 0) -> Task:
 
 def slicing_of(job: Job, task: Task, link: Link | None = None) -> Slicing | None:
     """Return how the job cuts its model into slices; None if it does not. `link`: see `Slicing`."""
-    return None if job.parallel.tensor == 1 else Slicing(task.tensor(), job.parallel.tensor, link or Link())
+    parallel = job.parallel
+    if parallel.slices == 1:
+        return None
+    experts = parallel.experts > 1
+    plan = words_for(task.tensor(), tensor=parallel.tensor > 1, experts=experts)
+    return Slicing(plan, parallel.slices, link or Link(), experts)
 
 
 def build_state(

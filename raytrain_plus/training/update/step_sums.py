@@ -98,7 +98,7 @@ class StepSums:
         for part in self._parts:
             part.gradients.begin(scales)
             if buffers:
-                part.buffers.begin_step(scales)
+                part.buffers.begin_step(scales, loss_factor)
 
     def wait(self, works: Sequence[Work], step: int, context: StepContext) -> None:
         """Wait for all sums."""

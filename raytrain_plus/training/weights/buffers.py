@@ -1,8 +1,9 @@
 """Model buffers (such as BatchNorm's running statistics) over shards.
 
 Every shard of a step starts from the committed buffers. Afterwards a floating-point buffer becomes the mean over
-shards, weighted by rows; an integer buffer becomes the maximum. The task can choose other rules. So the result does not
-depend on which worker hosted which shard.
+shards, weighted by rows; an integer buffer becomes the maximum. The task can choose other rules, as can a module for
+integers that are sums (`summed_buffers`). So the result does not depend on which worker hosted which shard. A module
+may then change its buffers once more, from what all shards have left in them (`StepModule`).
 
 Buffers that are not persistent, such as masks, may take another shape in a forward pass. From then on they are the
 module's own here (`transient`); in the state, they stay as they were built.
@@ -22,6 +23,7 @@ from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.torch_compat import buffer_of, copy_each, put_buffer
+from raytrain_plus.training.weights.step_modules import step_modules
 
 _CPU = torch.device("cpu")
 
@@ -56,17 +58,25 @@ class Buffers:
         self._transient = [place for place, (name, _, _) in enumerate(self._slots) if name not in saved]
         """The places of the buffers that are not persistent."""
         self._may_grow = frozenset(self._slots[place][0] for place in self._transient)
-        self._rules = {name: _rule(task, name, buffer) for name, buffer in self._named.items()}
+        self._stepping = step_modules(module)
+        self._changed_at_end = [name for name in self._named if name.rpartition(".")[0] in self._stepping]
+        """The buffers of these modules."""
+        self._rules = {name: _rule(task, name, buffer, *self._owners[name]) for name, buffer in self._named.items()}
         self.committed = {name: buffer.detach().clone() for name, buffer in self._named.items()}
         means, greatest = self._sizes("mean"), self._sizes("max")
         self._averaged, self._greatest = tuple(means), tuple(greatest)
         # A step that would make a value infinite or NaN is refused, so what is finite now stays so.
         self._all_finite = all(bool(self._named[name].isfinite().all()) for name in means)
-        self._others = tuple(name for name in self._named if name not in means and name not in greatest)
+        added = self._sizes("sum")
+        self._added = tuple(added)
+        self._others = tuple(name for name in self._named if name not in {*means, *greatest, *added})
         firsts = {name: size for name, size in self._sizes("first").items() if self._named[name].is_floating_point()}
         # An integer buffer that only one shard writes also uses the maximum: the other shards contribute the smallest
         # number.
         largest = greatest | {name: size for name, size in self._sizes("first").items() if name not in firsts}
+        self._firsts = tuple(firsts)
+        # Whole numbers add up to the same in any order.
+        firsts |= added
         self.exact = ExactSum(means, exact_shards, device, sum(firsts.values())) if exact_shards and means else None
         if self.exact is None:
             self._flat = torch.zeros(sum(means.values()) + sum(firsts.values()), dtype=torch.float64, device=device)
@@ -78,7 +88,6 @@ class Buffers:
         """The sums that become means. Exact sums report themselves whether they are finite."""
         self._before = self._means
         """The committed values of the buffers that are averaged."""
-        self._firsts = tuple(firsts)
         self._maxima = torch.zeros(sum(largest.values()), dtype=torch.int64, device=device)
         self._of_max = self._maxima[: sum(greatest.values())]
         """Those of the buffers with the rule `max`."""
@@ -90,8 +99,13 @@ class Buffers:
     def _sizes(self, rule: BufferRule) -> dict[str, int]:
         return {name: buffer.numel() for name, buffer in self._named.items() if self._rules[name] == rule}
 
-    def begin_step(self, scales: Mapping[str, int]) -> None:
-        """Clear the sums of the last step. `scales`: the exponents of the quanta of an exact sum."""
+    def begin_step(self, scales: Mapping[str, int], loss_factor: float = 1.0) -> None:
+        """Clear the sums of the last step.
+
+        `scales`: the exponents of the quanta of an exact sum. `loss_factor`: by what losses are multiplied.
+        """
+        for one in self._stepping.values():
+            one.begin_step(loss_factor)
         self._flat.zero_()
         self._maxima.fill_(torch.iinfo(torch.int64).min)
         self._changed.clear()
@@ -175,6 +189,8 @@ class Buffers:
             if self._greatest:
                 joined = _joined([now[name] for name in self._greatest], torch.int64)
                 torch.maximum(self._of_max, joined, out=self._of_max)
+            for name in self._added:
+                self._sums[name].add_((now[name] - self.committed[name]).reshape(-1))
             for name in self._others:
                 if self._rules[name] == "refuse":
                     self._changed.append((name, Numbers(~_equal(now[name], self.committed[name]))))
@@ -264,12 +280,18 @@ class Buffers:
                 new = dict(zip(self._averaged, means.split(sizes), strict=True))
             else:
                 new = {}
+            new |= {name: self._sums[name] + self.committed[name].reshape(-1) for name in self._added}
             changed = [name for name in self._named if name in self._sums]
             copy_each(
                 [self.committed[name] for name in changed],
                 [new.get(name, self._sums[name]).reshape(self.committed[name].shape) for name in changed],
             )
         self.restore()
+        with torch.no_grad():
+            for one in self._stepping.values():
+                one.end_step()
+            for name in self._changed_at_end:
+                self.committed[name].copy_(self._named[name])
 
 
 def _joined(values: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -290,8 +312,10 @@ def _changed_in_pipedream(name: str) -> TrainingError:
     return TrainingError(f"the buffer '{name}' changed in a forward pass; pipedream does not allow that")
 
 
-def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
+def _rule(task: Task, name: str, buffer: torch.Tensor, owner: nn.Module, attribute: str) -> BufferRule:
     default: BufferRule = "mean" if buffer.is_floating_point() else "refuse" if buffer.is_complex() else "max"
+    if attribute in getattr(owner, "summed_buffers", ()):
+        default = "sum"
     rule = task.buffer_rule(name) or default
     if buffer.is_complex() and rule != "refuse":
         raise TaskError(
@@ -299,13 +323,14 @@ def _rule(task: Task, name: str, buffer: torch.Tensor) -> BufferRule:
             expected="'refuse'",
             remedy="if it changes, keep its real and imaginary parts in separate buffers",
         )
-    if rule == "max" and buffer.is_floating_point():
+    if rule in ("max", "sum") and buffer.is_floating_point():
         raise TaskError(
-            f"buffer_rule('{name}') returned 'max' for a floating-point buffer", expected="'mean', 'first' or 'refuse'"
+            f"buffer_rule('{name}') returned '{rule}' for a floating-point buffer",
+            expected="'mean', 'first' or 'refuse'",
         )
     if rule == "mean" and not buffer.is_floating_point():
         raise TaskError(
-            f"buffer_rule('{name}') returned 'mean' for {buffer.dtype}", expected="'max', 'first' or 'refuse'"
+            f"buffer_rule('{name}') returned 'mean' for {buffer.dtype}", expected="'max', 'sum', 'first' or 'refuse'"
         )
     return rule
 

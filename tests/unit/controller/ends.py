@@ -151,7 +151,7 @@ class Ends(Run):
 
     def held(self, step: int, stage: Stage) -> dict[str, torch.Tensor]:
         """Return the tensors of a stage's state after `step`."""
-        whole = whole_state(step, self.layers, self.job.parallel.tensor)
+        whole = whole_state(step, self.layers, self.job.parallel.slices)
         return own_tensors(whole, all_but(self.layers_of(stage).others))
 
     def _export(self, worker: str, method: str, arguments: tuple[Any, ...]) -> Any:
@@ -466,7 +466,7 @@ class Ends(Run):
         shared = process.writes.pop(0)
         share = shared.share
         tensors = own_tensors(
-            whole_state(shared.step, self.layers, self.job.parallel.tensor), all_but(shared.layers.others)
+            whole_state(shared.step, self.layers, self.job.parallel.slices), all_but(shared.layers.others)
         )
         written = write_share(
             self.run, name_of(shared.step, share.generation), share.writer, share.writers, copies_of(tensors, share)
@@ -527,7 +527,7 @@ class Ends(Run):
             if manifest.name in self.checked:
                 continue
             self.checked.add(manifest.name)
-            expected = whole_state(manifest.step, self.layers, self.job.parallel.tensor)
+            expected = whole_state(manifest.step, self.layers, self.job.parallel.slices)
             found = read_tensors(self.run, manifest, dict.fromkeys(manifest.tensors))
             if found.keys() != expected.keys():
                 raise Accused(f"checkpoint {manifest.name} lacks {sorted(expected.keys() - found.keys())}")
