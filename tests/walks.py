@@ -96,6 +96,7 @@ WALKS = {
             Step("ray get-auth-token --generate", r"\w{20}"),
             Step(f"raytrain validate jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES}", r"stage"),
             Step("raytrain validate jobs/gpt_3d.yaml", r"gpt_3d: OK"),
+            Step("raytrain validate jobs/moe_gpt.yaml", r"moe_gpt: OK"),
         ),
     ),
     "settings": Walk(
@@ -120,6 +121,7 @@ WALKS = {
             Step(f"raytrain run jobs/byte_gpt.yaml {_BYTE_GPT_IN_STAGES} --fresh", r"byte_gpt finished: 12 steps"),
             Step("raytrain resume byte_gpt --set steps=600", r"byte_gpt finished: 18 steps", instead=_SHORT),
             Step("raytrain run jobs/gpt_3d.yaml", r"gpt_3d finished: 6", also="--set steps=6 --set workers.max=4"),
+            Step("raytrain run jobs/moe_gpt.yaml", r"moe_gpt finished: 6", also="--set steps=6"),
         ),
     ),
     "gpt": Walk(

@@ -41,6 +41,7 @@ _WAYS: Mapping[str, Mapping[str, Any]] = {
     "pipedream": {"parallel": Parallel(pipeline=2, schedule="pipedream")},
     "exact, 1f1b": {"reduction": "exact", "parallel": Parallel(pipeline=2)},
     "tensor slices": {"parallel": Parallel(tensor=2)},
+    "slices of experts": {"parallel": Parallel(experts=2)},
     "sharded: optimizer": {"parallel": Parallel(sharded="optimizer")},
     "sharded: optimizer, 1f1b": {"parallel": Parallel(sharded="optimizer", pipeline=2)},
     "sharded: full": {"parallel": Parallel(sharded="full")},

@@ -31,6 +31,7 @@ from raytrain_plus import Task, WeightFiles
 from raytrain_plus.collective.horovod_world import HorovodWorld
 from raytrain_plus.data.reading.reader import PREFETCH_STEPS
 from raytrain_plus.data.values.collate import pad
+from raytrain_plus.layers import Experts
 from raytrain_plus.parallel.pipeline.transport import Handovers
 from raytrain_plus.ray_compat import drain_this_node
 from raytrain_plus.storage.folders import local
@@ -366,6 +367,18 @@ class FaultySlices(Faulty):
 
     def tensor(self) -> dict[str, str]:
         return {"mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
+class FaultyExperts(Faulty):
+    """Faulty, with two layers of eight experts."""
+
+    def parts(self) -> dict[str, Any]:
+        parts = super().parts()
+        sparse = {
+            "switch": lambda: Experts(16, 64, 8, top_k=1, capacity=1.25, jitter=0.01),
+            "mixture": lambda: Experts(16, 64, 8, top_k=2, balance="loss", z_loss=1e-3, shared=1),
+        }
+        return {**{name: parts[name] for name in ("first", "norm", "drop")}, **sparse, "last": parts["last"]}
 
 
 class FaultyStage(Faulty):

@@ -177,6 +177,23 @@ PIPEDREAM = "workers: {min: 2, max: 4}\nparallel: {pipeline: 2, schedule: pipedr
             "the zero-bubble schedule divides backward passes at their operations",
         ),
         (GOOD, ["parallel.tensor=3"], "3 is no power of two"),
+        (GOOD, ["parallel.experts=6"], "6 is no power of two"),
+        (GOOD, ["parallel.experts=2", "compile=true"], "layers that are cut into slices exchange sums while they"),
+        (
+            GOOD,
+            ["workers.min=4", "parallel.experts=4", "parallel.tensor=2"],
+            "4 slices of experts and 2 slices of weights cannot be hosted on the same workers",
+        ),
+        (
+            GOOD,
+            ["workers.min=4", "parallel.experts=2", "parallel.sharded=full"],
+            "the weights of slices of experts are not sharded",
+        ),
+        (
+            GOOD + STAGES,
+            ["parallel.experts=2", "parallel.schedule=zero-bubble"],
+            "zero-bubble does not support slices of experts",
+        ),
         (GOOD, ["parallel.tensor=2", "compile=true"], "layers that are cut into slices exchange sums while they"),
         (
             GOOD,

@@ -20,6 +20,8 @@ class Ruled(Task):
 
 
 class Holder(nn.Module):
+    summed_buffers = ("tally",)
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
@@ -27,9 +29,20 @@ class Holder(nn.Module):
         self.register_buffer("first", torch.zeros(1))
         self.register_buffer("fixed", torch.ones(1))
         self.register_buffer("mask", torch.tensor([1e-20, -torch.inf]))
+        self.register_buffer("added", torch.tensor([100, 2**40]))
+        self.register_buffer("tally", torch.tensor(0))
+        self.register_buffer("last", torch.tensor(0))
+        self.factor = 0.0
+
+    def begin_step(self, loss_factor: float) -> None:
+        self.factor = loss_factor
+
+    def end_step(self) -> None:
+        self.last.copy_(self.tally)
+        self.tally.zero_()
 
 
-RULES = Ruled(first="first", fixed="refuse")
+RULES = Ruled(first="first", fixed="refuse", added="sum")
 ROWS = [2, 2, 4]
 
 
@@ -39,13 +52,17 @@ def step(hosted: list[list[int]], exact_shards: int | None = None) -> list[dict[
     all_buffers = [Buffers(holder, RULES, exact_shards) for holder in holders]
     flat = []
     for holder, buffers, shards in zip(holders, all_buffers, hosted, strict=True):
-        buffers.begin_step({"mean": -30})
+        buffers.begin_step({"mean": -30}, loss_factor=4.0)
+        assert holder.factor == 4
         for shard in shards:
             buffers.restore()
             assert holder.mean.sum() == 0
             holder.mean += torch.tensor([1.0, 10.0]) * (shard + 1)
             holder.count += shard + 5
             holder.first += shard + 1
+            holder.added += torch.tensor([shard, 2**40])
+            holder.tally += 1
+            holder.tally += shard
             assert holder.mask[1] == -torch.inf
             buffers.end_shard(shard, ROWS[shard])
         flat.append(list(buffers.to_reduce()))
@@ -68,6 +85,22 @@ def test_mean_max_and_first_rules_over_shards(hosted: list[list[int]], exact_sha
         assert torch.equal(buffers["mean"], torch.tensor([expected, 10 * expected]))
         assert torch.equal(buffers["mask"], torch.tensor([1e-20, -torch.inf]))
         assert (int(buffers["count"]), float(buffers["first"]), float(buffers["fixed"])) == (7, 1.0, 1.0)
+        # What shards have added, not what they have left.
+        assert buffers["added"].tolist() == [103, 2**42]
+        assert (int(buffers["tally"]), int(buffers["last"])) == (0, 6)
+
+
+def test_what_a_module_changes_at_the_end_of_a_step_is_committed() -> None:
+    holder = Holder()
+    buffers = Buffers(holder, RULES)
+    buffers.begin_step({})
+    holder.tally += 3
+    buffers.end_shard(0, 2)
+    buffers.commit(2)
+    assert int(buffers.committed["last"]) == 3
+    holder.last += 1
+    buffers.restore()
+    assert int(holder.last) == 3
 
 
 def test_restore_undoes_the_changes_of_an_aborted_step() -> None:
@@ -94,7 +127,7 @@ def test_a_change_of_a_buffer_with_rule_refuse_is_an_error() -> None:
     buffers.check_refused()
 
 
-@pytest.mark.parametrize(("name", "rule"), [("mean", "max"), ("count", "mean")])
+@pytest.mark.parametrize(("name", "rule"), [("mean", "max"), ("count", "mean"), ("mean", "sum")])
 def test_rules_that_do_not_fit_the_dtype_are_rejected(name: str, rule: str) -> None:
     with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) returned '{rule}'"):
         Buffers(Holder(), Ruled(**{name: rule}))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from raytrain_plus import Data, Job, Parallel, Task, Workers
+from raytrain_plus import Data, Job, Parallel, Task, Workers, layers
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TaskError
@@ -116,6 +116,36 @@ class Divided(Small):
         return {**super().tensor(), "block*.norm": "sequence_parallel", "block*.drop": "sequence_parallel"}
 
 
+class Sparse(Small):
+    """Its blocks have experts: one drops some tokens, and the router of the other has losses of its own."""
+
+    rate = 1e-2
+
+    def layers(self) -> dict[str, Callable[[], nn.Module]]:
+        def block(**options: Any) -> Callable[[], nn.Module]:
+            return lambda: layers.Block(WIDTH, HEADS, feed_forward=layers.Experts(WIDTH, 64, 8, **options), dropout=0.2)
+
+        blocks = {
+            "block0": block(top_k=1, capacity=1.0, jitter=0.1),
+            "block1": block(top_k=2, balance="loss", balance_rate=self.rate, z_loss=1e-2, shared=1),
+        }
+        return {"embed": super().layers()["embed"], **blocks, "head": super().layers()["head"]}
+
+    def tensor(self) -> Mapping[str, str]:
+        return {}
+
+
+class SparseInSlices(Sparse):
+    """Its attention is cut, too."""
+
+    def tensor(self) -> Mapping[str, str]:
+        return layers.transformer_plan(embed="embed", blocks="block*", experts=True) | {"head": "colwise"}
+
+
+def slicing(made: AnyTask, slices: int, link: Link | None = None) -> Slicing:
+    return Slicing(made.tensor(), slices, link or Link(), experts=isinstance(made, Sparse))
+
+
 def batches(step: int, hosted: tuple[int, ...], data: bool = True) -> dict[int, list[Microbatch]]:
     """Two microbatches for each shard; without data for a worker that reads none."""
     made: dict[int, list[Microbatch]] = {}
@@ -132,8 +162,8 @@ def alone(
 ) -> Told:
     """One worker's results; it hosts all slices."""
     made = task()
-    slicing = Slicing(made.tensor(), slices) if slices > 1 else None
-    one = whole_steps(state_of(made, [build_model(made, SEED, CPU, slicing)], exact, technique))
+    how = slicing(made, slices) if slices > 1 else None
+    one = whole_steps(state_of(made, [build_model(made, SEED, CPU, how)], exact, technique))
     applied = [one.run(step, batches(step, tuple(range(SHARDS))), context(SoloWorld())) for step in range(STEPS)]
     return applied, tensors_of(one.state)
 
@@ -161,7 +191,7 @@ def together(
         stage, made = shape.stage(seat), task()
         link = Link(stage.rank, stage.ranks)
         with COMPUTES:
-            built = build_chunks(made, SEED, CPU, [chunks[stage.number]], Slicing(made.tensor(), SLICES, link))
+            built = build_chunks(made, SEED, CPU, [chunks[stage.number]], slicing(made, SLICES, link))
             state = state_of(made, built, exact, technique)
             state.link = link
         replica = shape.place(seat).replica
@@ -267,6 +297,48 @@ def test_so_it_is_with_positions_that_are_divided(shape: Shape, technique: Techn
     applied, state = alone(technique=technique, task=Divided)
     told = together(shape, technique=technique, task=Divided)
     check_alike(told, shape, (applied, state), collected)
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "technique"),
+    [
+        (Sparse, Shape(2, 2, 2), PLAIN),
+        (SparseInSlices, Shape(1, 1, 4), Technique(Precision("bf16"), "full")),
+        pytest.param(Sparse, Shape(1, 2, 4), Technique(clip_value=0.01), marks=pytest.mark.slow),
+        pytest.param(Sparse, Shape(4, 1, 1), PLAIN, marks=pytest.mark.slow),
+        pytest.param(SparseInSlices, Shape(2, 1, 2), Technique(Precision("fp16")), marks=pytest.mark.slow),
+        pytest.param(Sparse, Shape(1, 1, 2), Technique(Precision("bf16-params")), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # RMSNorm keeps float32
+def test_so_it_is_with_experts(task: type[Sparse], shape: Shape, technique: Technique) -> None:
+    """Bias and load of the experts are state: they are the same for all hosts, replicas and numbers of them."""
+    applied, state = alone(technique=technique, task=task)
+    told = together(shape, technique=technique, task=task)
+    check_alike(told, shape, (applied, state), collected)
+    rows = STEPS * SHARDS * 2 * 3
+    routed = state["buffer/block0.feed_forward.router.routed"]
+    assert int(routed[:8].sum()) == int(routed[9]) == rows // STEPS * 8
+    assert int(routed[8]) > 0
+    assert not state["buffer/block0.feed_forward.router.tally"].any()
+    # A rate for each of the steps, up or down.
+    bias = state["buffer/block0.feed_forward.router.bias"]
+    assert bias.any()
+    assert bias.abs().max() <= STEPS * 1e-3 + 1e-6
+
+
+class Ruled(Sparse):
+    """The loss of its second router outweighs that of the task."""
+
+    rate = 1e3
+
+
+def test_losses_of_a_router_are_scaled_as_the_loss_is() -> None:
+    """With fp16 the loss is multiplied by 2^16, and its gradients are divided by that."""
+    states = [alone(technique=Technique(Precision(name)), task=Ruled, slices=1)[1] for name in ("fp32", "fp16")]
+    weights = [state["param/block1.feed_forward.router.weight"] for state in states]
+    torch.testing.assert_close(*weights, rtol=0, atol=2e-4)
 
 
 class OfTransformers(Task):
