@@ -62,11 +62,14 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
             where=f"parallel.tensor: {slices}",
             expected="a plan, such as {'block*.up': 'colwise', 'block*.down': 'rowwise'}",
         )
-    layers = [dict(built.module.named_children()) for built in build_layers(task, job.seed, device, names=names)]
-    cuts = cuts_of(slicing.plan, [name for one in layers for name in module_names(one)])
-    if slicing.experts and not (
-        any(map(stacked_experts, layers)) or any(cut.kind == "experts" for cut in cuts.values())
-    ):
+    modules, experts = list[str](), list[str]()
+    for built in build_layers(task, job.seed, device, names=names):
+        # One layer at a time: all of them may be too large for one process.
+        layer = dict(built.module.named_children())
+        modules += module_names(layer)
+        experts += stacked_experts(layer)
+    cuts = cuts_of(slicing.plan, modules)
+    if slicing.experts and not (experts or any(cut.kind == "experts" for cut in cuts.values())):
         raise TaskError(
             f"the job divides experts into {slices} slices, but the model has none",
             where=f"parallel.experts: {slices}",

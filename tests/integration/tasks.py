@@ -460,6 +460,14 @@ class Heavy(Task):
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
 
+class HeavyExperts(Heavy):
+    """100 million parameters, all but a hundredth of a percent in experts."""
+
+    def layers(self) -> dict[str, Any]:
+        sparse = {f"experts{number}": lambda: Experts(512, 2048, 8, top_k=1) for number in range(4)}
+        return {"first": lambda: nn.Linear(6, 512), **sparse, "last": lambda: nn.Linear(512, 3)}
+
+
 class Noticed(Faulty):
     """A task whose workers query a metadata service as in a cloud, ten times as often: `services` maps node id to host
     and port."""

@@ -59,14 +59,22 @@ def validate(group: Path, file: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(not POSSIBLE, reason="needs root and memory control groups of version 1")
 @pytest.mark.timeout(400)
-def test_a_model_that_does_not_fit_trains_with_the_setting_that_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("task", "told", "parallel"),
+    [
+        ("Heavy", "set parallel.sharded to full: then it takes about 1.2 GB", {"sharded": "full"}),
+        ("HeavyExperts", "the training state of a worker takes about 1.9 GB", {"experts": 4}),
+    ],
+)
+def test_a_model_that_does_not_fit_trains_with_the_setting_that_divides_it(
+    tmp_path: Path, task: str, told: str, parallel: dict[str, Any]
+) -> None:
     write_data(tmp_path / "data")
-    told = "set parallel.sharded to full: then it takes about 1.2 GB"
     data = {"path": str(tmp_path / "data"), "batch_size": 24, "shards": 4}
-    file: dict[str, Any] = {"task": "tasks:Heavy", "data": data, "workers": {"min": 4}, "steps": 6}
+    file: dict[str, Any] = {"task": f"tasks:{task}", "data": data, "workers": {"min": 4}, "steps": 6}
     wished = Job(
         name="whole",
-        task="tasks:Heavy",
+        task=f"tasks:{task}",
         data=Data(**data),
         workers=Workers(min=4),
         steps=6,
@@ -75,14 +83,15 @@ def test_a_model_that_does_not_fit_trains_with_the_setting_that_is_named(tmp_pat
     with limited_groups(5) as (first, *others):
         refused = validate(first, write_job(tmp_path, **file))
         assert (refused.returncode, told in refused.stderr) == (2, True), refused.stderr
-        accepted = validate(first, write_job(tmp_path, **file, parallel={"sharded": "full"}))
+        accepted = validate(first, write_job(tmp_path, **file, parallel=parallel))
         assert accepted.returncode == 0, accepted.stderr
         with raylets(len(others)) as cluster:
             for group, node in zip(others, cluster.worker_nodes, strict=True):
                 move(psutil.Process(node.all_processes["raylet"][0].process.pid), group)
             with pytest.raises(InputError, match=told):
                 Run(wished).finish()
-            full = Run(replace(wished, name="full", parallel=Parallel(sharded="full")))
-            assert full.finish(200).status == "finished"
-            assert full.events("worker_lost") == [], "the kernel killed none"
-            assert len(full.losses()) == 6
+            divided = Run(replace(wished, name="divided", parallel=Parallel(**parallel)))
+            result = divided.finish(200)
+            assert result.status == "finished", result.error
+            assert divided.events("worker_lost") == [], "the kernel killed none"
+            assert len(divided.losses()) == 6

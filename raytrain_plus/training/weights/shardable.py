@@ -7,6 +7,7 @@ makes some steps on small copies of the weights, divided and not, and the bits a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ ROWS = 7
 """The rows of a copy; a number that vector instructions do not divide evenly."""
 LONG = 67
 """The values of a copy of a weight with one dimension."""
+LARGE = 2**18
+"""The values of a copy from which on it has few of the weight's middle dimensions, too, such as a stack of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,11 @@ def _divided(
                     expected="an optimizer that treats each weight by itself, without random numbers",
                     remedy="use another optimizer, such as torch.optim.AdamW, or sharded: none",
                 )
-    sizes = {name: _bytes_of(state[name]) // max(1, len(copies[name])) for name in names if name not in undivided}
+    sizes = {
+        name: _bytes_of(state[name]) // max(1, copies[name].numel()) * wholes[name][:1].numel()
+        for name in names
+        if name not in undivided
+    }
     for name in undivided:
         sizes[name] = _whole_bytes(task, name, torch.zeros_like(wholes[name], device=copies[name].device), model)
     return Division(undivided, sizes)
@@ -121,15 +128,18 @@ def _divided(
 
 def _copy(value: torch.Tensor) -> torch.Tensor:
     """Return a small copy of a weight, with the values of its first rows."""
-    few = _few(value)
-    return value.detach()[: few[0]].clone() if few else value.detach().clone()
+    few = tuple(slice(size) for size in _few(value))
+    return value.detach()[few].clone(memory_format=torch.contiguous_format)
 
 
 def _few(value: torch.Tensor) -> tuple[int, ...]:
     """Return the shape of a small copy of a weight."""
     if not value.dim():
         return ()
-    return min(len(value), ROWS if value.dim() > 1 else LONG), *value.shape[1:]
+    few = min(len(value), ROWS if value.dim() > 1 else LONG), *value.shape[1:]
+    if value.dim() < 3 or math.prod(few) <= LARGE:
+        return few
+    return (*(min(size, ROWS) for size in few[:-1]), few[-1])
 
 
 def _cut(value: torch.Tensor) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError
-from raytrain_plus.training.weights.shardable import Division, divide
+from raytrain_plus.training.weights.shardable import Division, divide, optimizer_bytes
 
 NAMED = [
     ("wide", nn.Parameter(torch.randn(12, 5))),
@@ -83,6 +83,21 @@ class Noisy(torch.optim.SGD):
 def test_one_whose_weights_depend_on_each_other_is_refused(kind: Any) -> None:
     with pytest.raises(TaskError, match=r"the optimizer's update of '\w+' depends on other parameters(.|\n)*AdamW"):
         divide(task_with(lambda values: kind(values, lr=0.1)), NAMED)
+
+
+def test_of_a_stack_of_large_matrices_few_values_are_tried() -> None:
+    """It has the bytes of a whole row, of a stack of experts say, without a copy of seven of them."""
+    seen = []
+
+    def noting(values: list[nn.Parameter]) -> torch.optim.Optimizer:
+        seen.extend(value.numel() for value in values)
+        return torch.optim.AdamW(values)
+
+    stack = torch.zeros(8, 600, 1024, device="meta")
+    found = divide(task_with(noting), [("stack", nn.Parameter(torch.zeros(8, 600, 1024)))])
+    assert found.state_bytes == {"stack": 2 * 4 * 600 * 1024}
+    assert optimizer_bytes(task_with(noting), [("stack", nn.Parameter(stack))]) == 8 * 2 * 4 * 600 * 1024
+    assert max(seen) <= 7 * 7 * 1024
 
 
 def test_it_leaves_weights_and_random_numbers_as_they_are() -> None:
