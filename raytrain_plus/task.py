@@ -106,7 +106,7 @@ class Task:
         colwise layer without a rowwise one beside it returns the outputs of all slices. Projections in one weight are
         cut each by itself if the name says so: three projections in `qkv`, two in `gate_up`. `sequence_parallel`: norms
         and nn.Dropout between them compute some of the positions for each slice, `replicated_with_grad_allreduce`:
-        norms within them the heads of each. A model of Transformers returns its own plan: `self.model().tp_plan`.
+        norms within them the heads of each. A model of Transformers has a plan: `layers.own_plan(self.model())`.
         """
         return {}
 

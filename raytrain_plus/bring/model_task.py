@@ -27,6 +27,7 @@ from raytrain_plus.bring.pretrained import (
 from raytrain_plus.data.values.collate import MASK, pad
 from raytrain_plus.errors import InputError, TaskError, listed
 from raytrain_plus.job.task_loader import load_function
+from raytrain_plus.layers import own_plan
 from raytrain_plus.task import Task
 
 UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
@@ -116,7 +117,7 @@ class Model(Task):
 
     def tensor(self) -> Mapping[str, str]:
         """See `Task`: the model's own plan; one with an adapter has none."""
-        return {} if is_adapted(self._empty) else getattr(self._empty, "tp_plan", None) or {}
+        return {} if is_adapted(self._empty) else own_plan(self._empty)
 
     def optimizer(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         """See `Task`: AdamW, with weight decay for what is neither a bias nor in a norm."""

@@ -18,10 +18,11 @@ from raytrain_plus.bring.arguments import ignored, improve, in_steps
 from raytrain_plus.bring.empty import without_values
 from raytrain_plus.bring.held_out_sets import SET, by_set, rows_where
 from raytrain_plus.bring.item_kinds import items_of
-from raytrain_plus.bring.lora import frozen_names
+from raytrain_plus.bring.lora import frozen_names, is_adapted
 from raytrain_plus.bring.parcel import read_parcel_model
 from raytrain_plus.bring.trainer_parcel import read_trainer
 from raytrain_plus.errors import TaskError
+from raytrain_plus.layers import own_plan
 from raytrain_plus.task import StopRun, Task
 from raytrain_plus.torch_compat import pytree
 
@@ -78,6 +79,10 @@ class TrainerTask(Task):
         # Runs of older versions have saved them.
         own = self._trainer.model_init is None and getattr(self._trainer, "saves_frozen_weights", True) is False
         return frozen_names(self._empty) if own else ()
+
+    def tensor(self) -> Mapping[str, str]:
+        """See `Task`: the model's own plan; one with an adapter has none."""
+        return {} if is_adapted(self._empty) else own_plan(self._empty)
 
     def remarks(self) -> Sequence[str]:
         """See `Task`: the arguments that are ignored."""

@@ -18,7 +18,7 @@ from raytrain_plus.layers.cross_entropy import cross_entropy
 from raytrain_plus.layers.experts import Experts
 from raytrain_plus.layers.feed_forward import FeedForward
 from raytrain_plus.layers.head import Head
-from raytrain_plus.layers.layers_plan import adapted_plan, transformer_plan
+from raytrain_plus.layers.layers_plan import adapted_plan, own_plan, transformer_plan
 from raytrain_plus.layers.rotary import rotated
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Head",
     "adapted_plan",
     "cross_entropy",
+    "own_plan",
     "rotated",
     "transformer_plan",
 ]

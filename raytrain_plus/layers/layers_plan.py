@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from raytrain_plus.parallel.tensor.slice_plan import FEATURES_OF_EXPERTS, matches
 
 
 def transformer_plan(
@@ -42,3 +45,17 @@ def adapted_plan(plan: Mapping[str, str], blocks: str, of: str = "layers.*") -> 
     {'block*.mlp.up_proj': 'colwise'}
     """
     return {f"{blocks}{name.removeprefix(of)}": word for name, word in plan.items() if name.startswith(f"{of}.")}
+
+
+def own_plan(model: Any) -> dict[str, str]:
+    """Return the plan that a model of Transformers brings, for `parallel.tensor` and `parallel.experts`: empty if none.
+
+    It is the model's `tp_plan` and, for its experts, its `ep_plan`, as far as they are for modules that the model has.
+    """
+    names = [name for name, _ in model.named_modules()]
+    plan = {**(getattr(model, "tp_plan", None) or {}), **(getattr(model, "ep_plan", None) or {})}
+    return {
+        pattern: word
+        for pattern, word in plan.items()
+        if word != FEATURES_OF_EXPERTS and any(matches(pattern, name) for name in names)
+    }

@@ -71,9 +71,11 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
     cuts = cuts_of(slicing.plan, modules)
     if slicing.experts and not (experts or any(cut.kind == "experts" for cut in cuts.values())):
         raise TaskError(
-            f"the job divides experts into {slices} slices, but the model has none",
+            f"the job divides experts into {slices} slices, but the model has no layers.Experts, and "
+            f"{type(task).__name__}.tensor() names no others",
             where=f"parallel.experts: {slices}",
-            expected="layers.Experts in the model, or modules that Task.tensor names by 'experts'",
+            expected="a plan such as {'block*.experts': 'experts'}, for modules with num_experts parts of each weight",
+            remedy="for a model of Transformers, return layers.own_plan(model)",
         )
     hosts = Hosts(slices)
     slicings: list[Slicing | None] = [None, *(replace(slicing, link=hosts.link(host)) for host in hosts)]

@@ -37,6 +37,22 @@ def llama(**settings: Any) -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**small, **settings}))
 
 
+def qwen3_moe(**settings: Any) -> Any:
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**small, **settings}))
+
+
 def t5() -> Any:
     config = transformers.T5Config(
         vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
@@ -70,7 +86,14 @@ def bert(kind: str = "BertForMaskedLM", **settings: Any) -> Any:
     return getattr(transformers, kind)(transformers.BertConfig(**{**small, **settings}))
 
 
-KINDS: dict[str, Callable[[], Any]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit, "bert": bert}
+KINDS: dict[str, Callable[[], Any]] = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "qwen3_moe": qwen3_moe,
+    "t5": t5,
+    "vit": vit,
+    "bert": bert,
+}
 
 
 def saved(folder: Path, kind: str | Any) -> Path:

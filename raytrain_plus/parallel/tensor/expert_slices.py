@@ -42,6 +42,9 @@ class ExpertSlices(nn.Module):
         self._slices = tuple(slices.items())
         one = without_values(module)
         one.num_experts = each  # type: ignore[assignment]
+        if "_is_expert_parallel" in vars(one):
+            # Transformers' grouped and batched products leave `num_experts` out only if they are told of it.
+            vars(one)["_is_expert_parallel"] = True
         self._one = (one,)
 
     def forward(self, given: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -54,5 +57,6 @@ class ExpertSlices(nn.Module):
         for at, (number, leaf) in enumerate(self._slices):
             own = index - number * self._each
             own = own.masked_fill((own < 0) | (own >= self._each), self._each)
-            parts.append(functional_call(one, dict(leaf.named_parameters()), (shared[at], own, shared[count + at])))
+            own_weights = shared[count + at].to(weights.dtype)
+            parts.append(functional_call(one, dict(leaf.named_parameters()), (shared[at], own, own_weights)))
         return summed(self._link, parts)

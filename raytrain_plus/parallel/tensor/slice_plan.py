@@ -36,6 +36,8 @@ OF_EXPERTS = ("experts", "ep_dispatch_experts")
 """The words for modules whose experts are divided between slices: with `parallel.experts`, not `parallel.tensor`."""
 _WITH_EXPERTS = ("grouped_gemm",)
 """Transformers' word for the parameters of such modules, which are divided with them."""
+FEATURES_OF_EXPERTS = "moe_tp_experts"
+"""Transformers' word for experts that are cut by their features, which is not offered."""
 DIVIDES = "sequence_parallel"
 """The word of a plan under which, between what is cut, each slice has some of the positions."""
 _GATHERS = ("colwise_rep", "colwise_gather_output")
@@ -89,9 +91,15 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
     for pattern, word in plan.items():
         if word not in WORDS:
             raise TaskError(
-                f"the plan cuts '{pattern}' by '{word}'", where=WHERE, expected=f"one of {', '.join(WORDS)}"
+                f"the plan cuts '{pattern}' by '{word}'",
+                where=WHERE,
+                expected=f"one of {', '.join(WORDS)}",
+                remedy="layers.own_plan(model) is the model's plan with its experts whole, or cut by parallel.experts"
+                if word == FEATURES_OF_EXPERTS
+                else "",
             )
-        found = [name for name in names if _matches(pattern, name)]
+    for pattern, word in plan.items():
+        found = [name for name in names if matches(pattern, name)]
         if whole and not found:
             near = difflib.get_close_matches(pattern, names, 1)
             raise TaskError(
@@ -125,7 +133,8 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
     return cuts
 
 
-def _matches(pattern: str, name: str) -> bool:
+def matches(pattern: str, name: str) -> bool:
+    """Return whether a module's name is one that a key of a plan stands for."""
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) == len(parts) and all(
         fnmatchcase(part, one) for part, one in zip(parts, patterns, strict=True)

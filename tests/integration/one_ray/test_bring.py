@@ -20,7 +20,7 @@ from raytrain_plus import Data, Evaluate, Job, Parallel, Workers
 from raytrain_plus.cli.main import main
 from raytrain_plus.runs.export import Which, export_to
 from tests.integration.elastic import Run, ended, job
-from tests.support.pretrained import bert, llama
+from tests.support.pretrained import bert, llama, qwen3_moe
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
 
@@ -143,4 +143,24 @@ def test_a_causal_model_is_sharded_or_cut_by_its_own_plan_and_generates(tmp_path
     to = tmp_path / "exported"
     export_to(str(cut.folder), "", to, "transformers", Which())
     opened = transformers.AutoModelForCausalLM.from_pretrained(to)
+    assert opened.generate(torch.tensor([[4, 5]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 5)
+
+
+def test_the_experts_of_a_sparse_model_are_divided_through_a_death_and_it_generates(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "sparse", made(qwen3_moe))
+    texts(tmp_path / "data")
+    divided = {"parallel": Parallel(experts=2)}
+    expected = ended(Run(brought(tmp_path, "one", folder, workers=Workers(min=1), **divided)))
+    assert expected[1][-1] < expected[1][0]
+    run = Run(brought(tmp_path, "killed", folder, workers=Workers(min=1, max=2, cpus=2), **divided))
+    run.until_size(2)
+    run.until_step(4)
+    run.kill(run.members()[-1])
+    assert ended(run) == expected
+    assert [one["steps_lost"] for one in run.events("recovered")] == [0]
+    assert {tuple(one["slices"]) for one in run.events("view_formed")[0]["members"]} == {(0,), (1,)}
+    to = tmp_path / "exported"
+    export_to(str(run.folder), "", to, "transformers", Which())
+    opened = transformers.AutoModelForCausalLM.from_pretrained(to)
+    assert opened.model.layers[0].mlp.experts.gate_up_proj.shape == (4, 64, 32)
     assert opened.generate(torch.tensor([[4, 5]]), max_new_tokens=3, min_new_tokens=3).shape == (1, 5)

@@ -15,16 +15,19 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 
+from raytrain_plus import Data, Job, Parallel, Workers
 from raytrain_plus.bring.held_out_sets import NumberedSets
 from raytrain_plus.bring.trainer_parcel import write_parcel
 from raytrain_plus.bring.trainer_task import CallingTrainerTask, TrainerTask
 from raytrain_plus.bring.transformers import Seq2SeqTrainer, Trainer
+from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import InputError, TaskError
 from raytrain_plus.job.task_loader import build_task
 from raytrain_plus.task import RunFacts, StopRun
 from raytrain_plus.training.model.model import build_model, model_without_values
 from raytrain_plus.training.passes.task_loss import task_loss
-from tests.support.pretrained import bert, gpt2, llama, saved, t5
+from raytrain_plus.trial.slice_check import check_slices
+from tests.support.pretrained import bert, gpt2, llama, qwen3_moe, saved, t5
 
 CPU = torch.device("cpu")
 TOKENS = [{"input_ids": [4 + n % 9] * (2 + n % 5), "label": n % 2} for n in range(12)]
@@ -59,6 +62,10 @@ def arguments(tmp_path: Path, **given: Any) -> Any:
 def classifier() -> Any:
     torch.manual_seed(0)
     return bert("BertForSequenceClassification", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+
+
+def adapted() -> Any:
+    return peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
 
 
 def trainer(tmp_path: Path, model: Any = None, cls: Any = Trainer, **given: Any) -> Any:
@@ -266,11 +273,11 @@ def test_the_model_is_built_anew_or_travels_with_all_that_was_changed_in_it(tmp_
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_model_with_an_adapter_travels_once_and_only_the_adapter_is_saved(tmp_path: Path) -> None:
-    adapted = peft.get_peft_model(classifier(), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
-    made = trainer(tmp_path, model=adapted, args=arguments(tmp_path, learning_rate=1e-1, max_steps=10))
+    model = adapted()
+    made = trainer(tmp_path, model=model, args=arguments(tmp_path, learning_rate=1e-1, max_steps=10))
     task = task_of(tmp_path, made)
     there = build_model(task, 0, CPU)
-    frozen = {name for name, value in adapted.named_parameters() if not value.requires_grad and "original" not in name}
+    frozen = {name for name, value in model.named_parameters() if not value.requires_grad and "original" not in name}
     assert there.rebuilt.keys() == frozen
     optimizer = task.optimizer((n, value) for n, value in there.module.named_parameters() if value.requires_grad)
     losses = []
@@ -284,6 +291,34 @@ def test_a_model_with_an_adapter_travels_once_and_only_the_adapter_is_saved(tmp_
     # A run that an older version began has saved them.
     del made.saves_frozen_weights
     assert build_model(task_of(tmp_path, made), 0, CPU).rebuilt == {}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize(
+    ("parallel", "given"),
+    [
+        ({"tensor": 2}, {}),
+        ({"tensor": 2, "experts": 2}, {}),
+        ({"experts": 2}, {"gradient_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_a_script_trains_a_model_in_slices_by_its_own_plan(tmp_path: Path, parallel: Any, given: Any) -> None:
+    sparse = qwen3_moe(intermediate_size=256, moe_intermediate_size=128)
+    made = trainer(tmp_path, model=sparse, args=arguments(tmp_path, **given))
+    task = task_of(tmp_path, made)
+    job = Job(
+        name="job",
+        task="module:Task",
+        data=Data(path="rows", batch_size=24, shards=4),
+        steps=3,
+        parallel=Parallel(**parallel),
+        workers=Workers(min=1),
+    )
+    batch = task.collate(TABLE.select(["input_ids"]))
+    check_slices(job, task, CPU, Microbatch(batch, 12, start=0, ids=0))
+    assert task_of(tmp_path / "adapted", trainer(tmp_path / "adapted", model=adapted())).tensor() == {}
 
 
 def test_items_keep_the_types_that_their_dataset_gave_them(tmp_path: Path) -> None:
