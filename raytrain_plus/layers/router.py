@@ -8,6 +8,7 @@ Strategy for Mixture-of-Experts", 2024 (a bias in place of the loss).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
+from raytrain_plus.observe.expert_use import ExpertUse
 
 Balance = Literal["bias", "loss", "none"]
 RATES = {"bias": 1e-3, "loss": 1e-2, "none": 0.0}
@@ -108,6 +110,18 @@ class Router(nn.Module):
             self.bias += self.balance_rate * torch.sign(load.sum() - load * self.count)
         self.routed.copy_(self.tally)
         self.tally.zero_()
+
+    def use_of(self, tally: Sequence[float]) -> ExpertUse | None:
+        """Return what a tally over all shards says, read on the host; None if no token came here."""
+        *load, dropped, tokens, entropy = tally
+        if not tokens:
+            return None
+        return ExpertUse(
+            load=[int(one) for one in load],
+            dropped=int(dropped),
+            entropy=entropy * ENTROPY_UNIT / tokens,
+            capacity=self.capacity,
+        )
 
     def _room(self, tokens: int) -> int:
         assert self.capacity is not None, "there is one"

@@ -42,6 +42,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "waiting": ("for",),
     "drain_notice": ("node", "deadline"),
     "rescaled": ("from", "to"),
+    "experts": ("step", "layers"),
     "evaluated": ("step", "metrics"),
     "checkpoint_saved": ("step", "seconds", "stall_s"),
     "checkpoint_failed": ("step", "error"),
@@ -52,7 +53,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "storage_recovered": ("place", "error", "seconds"),
     "run_finished": ("status", "error", "steps", "samples", "state_sha256"),
 }
-"""The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`."""
+"""The fields of each kind, besides `time` (Unix seconds), `generation` and `kind`.
+
+`experts` follows the `step_committed` of some steps of a model with experts, soon after; with stages, each has an event
+of its own. `layers`: `expert_use.ExpertUse.fields` by layer.
+"""
 _OPTIONAL = {
     "step_committed": frozenset({"skipped", "rows_skipped", "metrics", "lr", "gpus"}),
     "view_formed": frozenset({"cause", "repartitioned"}),
@@ -84,6 +89,13 @@ _RATES = has.list_of(has.number_or_nonfinite)
 _GPU = has.object_of(
     utilisation=has.maybe(has.number(0)), memory_bytes=has.maybe(has.whole(0)), power_w=has.maybe(has.number(0))
 )
+_COUNTS = has.list_of(has.whole(0))
+_EXPERTS = has.object_of(
+    load=lambda value: _COUNTS(value) or ("" if any(value) else "has no choices"),
+    max_vio=has.number(0),
+    dropped=has.number(0, 1),
+    entropy=has.number(0),
+)
 _SHAPES: dict[str, has.JsonShape] = {
     "time": _SECONDS,
     "generation": has.whole(-1),
@@ -110,6 +122,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "fresh_rates": has.truth,
     "lr": lambda value: (_RATES if isinstance(value, list) else has.number_or_nonfinite)(value),
     "gpus": has.table_of(_GPU),
+    "layers": has.table_of(_EXPERTS),
     "seconds": _SECONDS,
     **_WHO,
     "cause": has.text,

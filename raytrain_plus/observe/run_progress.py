@@ -33,6 +33,8 @@ class RunProgress:
     """The metrics of the newest step, as text."""
     lr: str = ""
     """The learning rate of the newest step, as text; empty if it is not known."""
+    experts: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The newest use of the experts of each layer that has any: see `expert_use.ExpertUse.fields`."""
     waiting: str = ""
     """The condition that the run waits for; empty while it trains."""
     epoch: int | None = None
@@ -114,6 +116,8 @@ class RunProgress:
         if kind == "rescaled" and not self._recovering:
             # A request, not a loss: the places that are empty now are given up.
             self.places = [name for name in self.places if name is not None]
+        elif kind == "experts":
+            self.experts |= event["layers"]
         elif kind == "evaluated":
             self.evaluations.append((event["step"], event["metrics"]))
         elif kind == "storage_failed":

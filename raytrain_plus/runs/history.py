@@ -60,6 +60,8 @@ class Past:
     """The newest reading of the GPU of each of these members that has one, and when it was written, in Unix seconds."""
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Held-out metrics by step."""
+    experts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The newest use of the experts of each layer that has any, void or not: see `expert_use.ExpertUse.fields`."""
     resumptions: tuple[tuple[int, int], ...] = ()
     """(generation, step) pairs: what older generations did after that step is void."""
     claims: int = 0
@@ -216,6 +218,7 @@ class _History:
         self.resumptions: list[tuple[int, int]] = []
         self.members: tuple[Mapping[str, Any], ...] = ()
         self.gpus: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self.experts: dict[str, Mapping[str, Any]] = {}
         self.metrics: dict[int, Mapping[str, float]] = {}
         """By step: a resumption voids those of later steps."""
 
@@ -257,6 +260,8 @@ class _History:
             self.recoveries, self.stall_s = self.recoveries + 1, self.stall_s + event["stall_s"]
         elif kind == "evaluated" and not is_void(event["generation"], event["step"], self.resumptions):
             self.metrics[event["step"]] = {name: float(value) for name, value in event["metrics"].items()}
+        elif kind == "experts":
+            self.experts |= event["layers"]
         elif kind == "resumed":
             self._go_back(event["generation"], event["step"])
 
@@ -279,6 +284,7 @@ class _History:
             gpus=self.gpus,
             evaluated=max(self.metrics, default=-2),
             metrics=self.metrics,
+            experts=self.experts,
             resumptions=tuple(self.resumptions),
             claims=claims,
             recoveries=self.recoveries,

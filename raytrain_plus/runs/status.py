@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from raytrain_plus.errors import InputError
+from raytrain_plus.observe.expert_use import experts_text
 from raytrain_plus.observe.gpu_use import gpu_text
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command, saved_text
@@ -71,6 +72,8 @@ class Status:
 
     workers: tuple[WorkerPlace, ...] = ()
     """The workers that train, if the run is alive."""
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    """The newest use of the experts of each layer that has any: `load`, `max_vio`, `dropped`, `entropy`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -82,6 +85,8 @@ class Status:
         if self.incomplete_from is not None:
             said.append(f"  the record (events.ndjson) is incomplete: it ends after step {self.incomplete_from:,}")
         said += [f"  {at.worker}: process {at.pid} on the node {at.node[:12]}{_gpu(at)}" for at in self.workers]
+        if self.experts:
+            said.append(f"  experts: {experts_text(self.experts)}")
         if not self.checkpoints:
             said.append("  no checkpoints yet")
         else:
@@ -134,6 +139,7 @@ def status(run: Folder) -> Status:
         saved_step=_newest(past),
         saved=saved,
         workers=tuple(_place(one, past, now) for one in alive),
+        experts=past.experts,
     )
 
 

@@ -22,6 +22,7 @@ from raytrain_plus.device_copies import HostCopies, release_memory
 from raytrain_plus.errors import DataChanged, Interrupted, RaytrainError, TaskError, TrainingError, WaitExpired
 from raytrain_plus.job.task_loader import fault_of, is_signal, out_of_memory
 from raytrain_plus.membership.pieces import Pieces
+from raytrain_plus.observe.expert_use import ExpertReports, ExpertsUsed
 from raytrain_plus.parallel.pipeline.layout import directions
 from raytrain_plus.parallel.pipeline.transport import Peers
 from raytrain_plus.state.holding import AS_BUILT, MEAN_LOSS, WEIGHTED
@@ -98,6 +99,9 @@ class Generation:
         self._reporter = Reporter(
             lambda records: report.remote(worker, number, records), unconfirmed, assignment.charter.number
         )
+        first = assignment.ring.rank == 0 and assignment.layers.stage.rank == 0
+        self._expert_reports = ExpertReports(prepared.plan.steps) if first else None
+        """Those of its stage, which one worker makes."""
         self._profiling = profiling_of(worker, prepared, assignment, self._reporter.tell)
 
     def run(self) -> Outcome:
@@ -370,8 +374,12 @@ class Generation:
             control=self._control,
         )
 
-    def _tell(self, record: StepRecord | Evaluated) -> None:
+    def _tell(self, record: StepRecord | Evaluated | ExpertsUsed) -> None:
         """Report a record. A step of the generation proves that all its members have the state that they need."""
+        if isinstance(record, ExpertsUsed):
+            if self._expert_reports is not None and self._expert_reports.due(record.step):
+                self._reporter.tell(record)
+            return
         if isinstance(record, StepRecord):
             self._prepared.own.proven()
             task = self._prepared.own.state.stepwise

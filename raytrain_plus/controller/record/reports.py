@@ -11,6 +11,7 @@ from raytrain_plus.controller.record.sums.pending_steps import PendingSteps
 from raytrain_plus.controller.record.sums.stage_idle import Bubble, Drawing
 from raytrain_plus.controller.roster.clocks import Clocks
 from raytrain_plus.membership.view import View
+from raytrain_plus.observe.expert_use import ExpertsReported, ExpertsUsed
 from raytrain_plus.observe.gauges import Gauges
 from raytrain_plus.observe.gpu_use import GpuUse, GpuUses
 from raytrain_plus.observe.step_profile import Profiled, StepProfile
@@ -33,6 +34,7 @@ class Reports:
         self._bubble = Bubble()
         self._gathered = PendingSteps()
         self._gpus = GpuUses()
+        self.experts = ExpertsReported()
         self._profile = StepProfile()
         self._remarked: set[str] = set()
         """The keys of the remarks that are reported."""
@@ -66,6 +68,8 @@ class Reports:
             elif isinstance(one, GpuUse):
                 self._gauges.gpu(worker, one)
                 self._gpus.add(worker, one)
+            elif isinstance(one, ExpertsUsed):
+                self.experts.add(one)
         for record in steps:
             self._gauges.worked(worker, record)
             for remark in record.remarks:
@@ -84,6 +88,7 @@ class Reports:
     def forget_pending(self) -> None:
         """Forget what was reported of steps that are not committed."""
         self._gathered.clear()
+        self.experts.clear()
 
     def gpu_fields(self, members: Sequence[str], now: float) -> Mapping[str, Any]:
         """Return the readings of these workers' GPUs as fields of an event, now and then."""

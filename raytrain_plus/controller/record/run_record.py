@@ -184,6 +184,8 @@ class RunRecord:
                 self._commit([told])
             elif told.step > self.evaluated:
                 self._evaluate(told)
+        for used in self.reports.experts.take(self.committed):
+            self.journal.tell("experts", **used.fields())
 
     def regroup(self, now: float, members: Sequence[str], held: int, generation: int) -> None:
         """Begin a generation after all have left the last one; it continues from the state after step `held`."""

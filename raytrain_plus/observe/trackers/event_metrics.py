@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from raytrain_plus.observe.expert_use import LayerUses
 from raytrain_plus.observe.run_events import RunEvent
+
+FEW = 16
+"""Maximum experts of a layer whose loads are metrics of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,10 @@ class EventMetrics:
                 found["train/lr"] = rates
             if event["seconds"] > 0:
                 found["train/samples_per_second"] = event["samples"] / event["seconds"]
+        elif kind == "experts":
+            # Later steps may be committed already.
+            metrics = _of_experts(event["layers"])
+            return [MetricValue(name, value, event["step"], event["time"]) for name, value in metrics.items()]
         elif kind == "view_formed":
             found["run/workers"] = len(event["members"])
         elif kind == "recovered":
@@ -55,6 +63,17 @@ class EventMetrics:
             self._step = event["step"] + 1
             return evaluation_metrics(event["step"], event["metrics"], event["time"])
         return [MetricValue(name, float(value), self._step, event["time"]) for name, value in found.items()]
+
+
+def _of_experts(layers: LayerUses) -> dict[str, float]:
+    """Return the metrics of layers with experts; the load of each expert, if they are few, over the even load."""
+    found: dict[str, float] = {}
+    for layer, use in layers.items():
+        found |= {f"experts/{layer}/{name}": use[name] for name in ("max_vio", "dropped", "entropy")}
+        load = use["load"]
+        if len(load) <= FEW:
+            found |= {f"experts/{layer}/load/{at}": one * len(load) / sum(load) for at, one in enumerate(load)}
+    return found
 
 
 def evaluation_metrics(step: int, metrics: Mapping[str, float], time_s: float) -> list[MetricValue]:

@@ -10,13 +10,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Generic, TypeVar
 
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import after_step, event_text, plural
+from raytrain_plus.observe.views.thinned import Thinned
 
-ROOM = 240
-"""Maximum points kept of one kind. The chart has two pixels for each."""
 TOLD = 4
 """Maximum incidents close together that are described; the rest are counted."""
 
@@ -88,41 +86,6 @@ class _Mark:
         return "\n".join([*self.told, *([f"and {more:,} more"] if more > 0 else [])])
 
 
-_Thing = TypeVar("_Thing")
-
-
-class _Along(Generic[_Thing]):
-    """Things along an axis, in order. Once there are more than `ROOM`, those closest together are joined."""
-
-    def __init__(self, join: Callable[[_Thing, _Thing], _Thing], apart: float) -> None:
-        """Begin an empty axis; `apart`: the initial distance from which things are kept separate."""
-        self._join = join
-        self._apart = apart
-        self._held: dict[int, _Thing] = {}
-
-    def __iter__(self) -> Iterator[_Thing]:
-        return iter(self._held.values())
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def add(self, at: float, thing: _Thing) -> None:
-        self._put(int(at // self._apart), thing)
-        while len(self._held) > ROOM:
-            self._apart *= 2
-            before, self._held = self._held, {}
-            for place, held in before.items():
-                self._put(place // 2, held)
-
-    def cut(self, at: float) -> None:
-        """Drop the things after position `at`; a joined thing that spans it stays complete."""
-        self._held = {place: held for place, held in self._held.items() if place <= at // self._apart}
-
-    def _put(self, place: int, thing: _Thing) -> None:
-        held = self._held.get(place)
-        self._held[place] = thing if held is None else self._join(held, thing)
-
-
 class Chart:
     """The chart of a run's events so far; its size is always the same."""
 
@@ -131,12 +94,12 @@ class Chart:
         self.name = name
         self._total = total
         self._made = 0
-        self._losses = _Along(_Span.join, 1)
+        self._losses = Thinned(_Span.join, 1)
         self._newest: tuple[int, float] | None = None
-        self._not_finite = _Along(_Span.join, 1)
-        self._held_out = _Along(_Span.join, 1)
-        self._workers = _Along(_Span.join, 0.01)
-        self._marks = _Along(_Mark.join, 0.01)
+        self._not_finite = Thinned(_Span.join, 1)
+        self._held_out = Thinned(_Span.join, 1)
+        self._workers = Thinned(_Span.join, 0.01)
+        self._marks = Thinned(_Mark.join, 0.01)
         self._counts = dict.fromkeys(SIGNS, 0)
         self._lost_at = 0.0
         self._members: set[str] = set()

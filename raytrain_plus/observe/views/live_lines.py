@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raytrain_plus.observe.expert_use import experts_text
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
 
 EMPTY = "··"
@@ -13,7 +14,7 @@ def live_lines(progress: RunProgress, width: int) -> list[str]:
 
     The first has the step, which the bar shows too.
     """
-    lines = [_position(progress), _figures(progress), _held_out(progress), _boxes(progress, width)]
+    lines = [_position(progress), _figures(progress), _held_out(progress), _experts(progress), _boxes(progress, width)]
     if progress.incident:
         lines.append(f"last incident: {progress.incident}")
     return [line if len(line) <= width else f"{line[: max(0, width - 1)]}…" for line in lines if line]
@@ -49,6 +50,11 @@ def _held_out(progress: RunProgress) -> str:
         return ""
     step, metrics = progress.evaluations[-1]
     return f"held out, {after_step(step)}: {metrics_text(metrics)}"
+
+
+def _experts(progress: RunProgress) -> str:
+    text = experts_text(progress.experts)
+    return f"experts: {text}" if text else ""
 
 
 def _boxes(progress: RunProgress, width: int) -> str:

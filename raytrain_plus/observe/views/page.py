@@ -1,4 +1,4 @@
-"""Render a run for a notebook: the chart with lines of text below it, or the lines alone. Pure."""
+"""Render a run for a notebook: its chart and the loads of its experts, with lines below, or the lines alone. Pure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from html import escape
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.run_progress import RunProgress, plural
 from raytrain_plus.observe.views.chart import Chart
+from raytrain_plus.observe.views.load_map import LoadMap
 from raytrain_plus.observe.views.summary import summary
 from raytrain_plus.result import Result
 
@@ -22,6 +23,7 @@ class Page:
         self._head = f"{name}: {plural(steps, 'step')}"
         self._progress = RunProgress(total=steps)
         self._chart = Chart(name, steps)
+        self._loads = LoadMap(steps)
         self._lines: deque[str] = deque(maxlen=LINES)
         self._count = 0
         self._end: list[str] | None = None
@@ -29,6 +31,7 @@ class Page:
     def add(self, event: RunEvent) -> bool:
         """Add one event; return whether it added a line."""
         self._chart.add(event)
+        self._loads.add(event)
         line = self._progress.add(event)
         if line:
             self._lines.append(line)
@@ -47,5 +50,5 @@ class Page:
         return "\n".join([self._head, *earlier, *self._lines, *last])
 
     def html(self) -> str:
-        """Return the run as HTML: the chart and the lines, which remain visible in frontends that block images."""
-        return f"<div>{self._chart.svg()}<pre>{escape(self.text())}</pre></div>"
+        """Return the run as HTML: pictures and the lines, which remain visible in frontends that block images."""
+        return f"<div>{self._chart.svg()}{self._loads.svg()}<pre>{escape(self.text())}</pre></div>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from raytrain_plus.observe.expert_use import experts_text
 from raytrain_plus.observe.run_progress import RunProgress, after_step, clock_text, metrics_text, plural, speed_text
 from raytrain_plus.observe.step_profile import table
 from raytrain_plus.result import Result, resume_command, saved_text
@@ -112,6 +113,8 @@ def _time(result: Result, progress: RunProgress | None) -> list[str]:
             f"  stages   spent {100 * result.bubble:.0f} % of their time waiting for one another; diagram of one step: "
             f"{within(str(result.path), 'pipeline.svg')}"
         )
+    if progress is not None and progress.experts:
+        lines.append(f"  experts  {experts_text(progress.experts)}")
     if result.copies:
         share = 100 * result.copy_s / result.seconds if result.seconds > 0 else 0.0
         lines.append(f"  copies   {result.copies:,} of the state to other workers' memory, {share:.1f} % of the time")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from raytrain_plus.observe.expert_use import ExpertUse
 from raytrain_plus.training.exchange.header import Flags, StepTotals
 from raytrain_plus.training.exchange.step_records import Remark
 
@@ -30,6 +32,8 @@ class Applied:
     lr: tuple[float, ...] = ()
     """The learning rate of each parameter group in this step; empty if this worker's optimizer has none."""
     remarks: tuple[Remark, ...] = ()
+    experts: Mapping[str, ExpertUse] = field(default_factory=dict)
+    """How the layers with experts that are held here have used them, over all shards."""
     reduce_s: float = field(compare=False)
     """Seconds of waiting for the sums after this worker's own part; ignored in comparisons of results."""
 
@@ -40,9 +44,10 @@ class Applied:
         grad_norm: float,
         reduce_s: float,
         lr: tuple[float, ...],
-        remarks: tuple[Remark, ...],
+        remarks: tuple[Remark, ...] = (),
         *,
         skipped: bool = False,
+        experts: Mapping[str, ExpertUse] = MappingProxyType({}),
     ) -> Applied:
         """Return the step with these totals in its header."""
         return cls(
@@ -56,5 +61,6 @@ class Applied:
             skipped=skipped,
             lr=lr,
             remarks=remarks,
+            experts=experts,
             reduce_s=reduce_s,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from raytrain_plus.data.reading.microbatches import SkippedRow
+from raytrain_plus.observe.expert_use import ExpertUse
 from raytrain_plus.task import Task
 from raytrain_plus.training.exchange.step_records import Remark
 
@@ -20,12 +21,21 @@ class Remarks:
     def __init__(self) -> None:
         self._standing = 0
         """The consecutive steps, up to the last one, with a learning rate of 0."""
+        self._dropped = False
+        """Whether a remark has said that a layer drops most of its tokens."""
 
-    def of_step(self, step: int, lr: Sequence[float], absent: Collection[str], flushed: int) -> tuple[Remark, ...]:
+    def of_step(
+        self,
+        step: int,
+        lr: Sequence[float],
+        absent: Collection[str],
+        flushed: int,
+        experts: Mapping[str, ExpertUse],
+    ) -> tuple[Remark, ...]:
         """Return the remarks on a step.
 
         `lr`: the rates of its parameter groups. `absent`: the parameters that get no gradient, if that leaves them as
-        they are. `flushed`: the values that were lost on the wire.
+        they are. `flushed`: the values that were lost on the wire. `experts`: how each layer with experts used them.
         """
         found = []
         if step == 0 and absent:
@@ -33,6 +43,11 @@ class Remarks:
         # The journal reports each remark once.
         if flushed:
             found.append(too_small(flushed, step))
+        if experts and not self._dropped:
+            layer, use = max(experts.items(), key=lambda item: item[1].dropped / item[1].choices)
+            if 2 * use.dropped > use.choices:
+                self._dropped = True
+                found.append(mostly_dropped(layer, use, step))
         self._standing = self._standing + 1 if lr and not any(lr) else 0
         if self._standing == STANDING:
             found.append(standing_still(step))
@@ -65,6 +80,17 @@ def too_small(values: int, step: int) -> Remark:
         "flushed",
         f"{values:,} gradient values of step {step + 1} are too small beside others to be sent in 16 bits "
         "and count as zero; later ones are not reported",
+    )
+
+
+def mostly_dropped(layer: str, use: ExpertUse, step: int) -> Remark:
+    """Return that a layer drops most of its tokens' choices of experts."""
+    return Remark(
+        "mostly dropped",
+        f"'{layer}' drops {use.dropped:,} of {use.choices:,} choices of experts in step {step + 1}: with "
+        f"capacity={use.capacity:g} an expert takes {use.capacity:g} times its even share of the tokens, and adds "
+        "nothing to others; give Experts a larger capacity, such as 1.25, or None, which drops nothing; later steps "
+        "and other layers are not reported",
     )
 
 

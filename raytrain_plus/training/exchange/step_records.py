@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from raytrain_plus.observe.expert_use import ExpertsUsed
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.step_profile import Profiled
 from raytrain_plus.parallel.pipeline.timeline import Bar
@@ -76,7 +77,7 @@ class Activity:
     """How long it may last."""
 
 
-Record = StepRecord | Evaluated | Profiled | Remark | GpuUse
+Record = StepRecord | Evaluated | Profiled | Remark | GpuUse | ExpertsUsed
 """What a worker reports during training. A remark is on more than one step."""
 
 

@@ -16,6 +16,7 @@ import torch
 from raytrain_plus.collective.world import SwitchableTransport, World
 from raytrain_plus.data.ledger.ledger import SKIPPED
 from raytrain_plus.data.reading.microbatches import StepBatches
+from raytrain_plus.observe.expert_use import ExpertsUsed
 from raytrain_plus.parallel.pipeline.timeline import Bar
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
@@ -166,8 +167,8 @@ class Companions:
     feed: Feed
     saving: CheckpointWriter
     copying: Copying
-    tell: Callable[[StepRecord | Evaluated], None]
-    """Called with each applied step and each evaluation, in order; must not block."""
+    tell: Callable[[StepRecord | Evaluated | ExpertsUsed], None]
+    """Called with each applied step, how it has used experts, and each evaluation, in order; must not block."""
     profiling: Profiling = not_profiled
     """Opens around steps, and returns the context to make them in."""
 
@@ -250,6 +251,9 @@ class _Training:
                 seconds = spread_s + time.monotonic() - start
             bars, drawn = steps.passes.bars, first_step + DRAWN in together
             data.remarks.setdefault(step, []).extend(noticed)
+            for at, one in zip(together, applied, strict=True):
+                if one.experts:
+                    beside.tell(ExpertsUsed(step=at, layers=one.experts))
             for record in _records(together, applied, seconds, data.waited_s, bars, data.remarks, drawn=drawn):
                 beside.tell(record)
             # Reported first: the step is applied, whether or not others live to send what they have changed. The time

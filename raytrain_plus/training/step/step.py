@@ -44,6 +44,7 @@ from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.train_state import Summed, TrainState
 from raytrain_plus.training.weights.loss_scale import LossScale
 from raytrain_plus.training.weights.scheduler import rates_of
+from raytrain_plus.training.weights.step_modules import RoutedStep
 
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""
@@ -77,6 +78,7 @@ class _Computed:
     reduce_s: float
     absent: frozenset[str]
     """The parameters held here that got no gradient."""
+    routed: RoutedStep
 
 
 class SynchronousSteps:
@@ -163,7 +165,9 @@ class SynchronousSteps:
         weight = passes.weight if context.world.size == 1 else None
         means = sums.means(weight, passes.exchange_tied) if weight else None
         summed = self._mark()
-        sums.read_with([*passes.unread, *([] if means is None else means.norms.unread)])
+        tallies = [part.buffers.routed() for part in state.parts]
+        routed = RoutedStep({name: one for tally in tallies for name, one in tally.items()})
+        sums.read_with([*passes.unread, *routed.unread, *([] if means is None else means.norms.unread)])
         totals = sums.totals(passes.metrics, step, context)
         if skipped := skipped_rows(step, totals, shards, context, state.device):
             totals = replace(totals, skipped_rows=skipped)
@@ -190,7 +194,7 @@ class SynchronousSteps:
         status = passes.agree(step, SumStatus(reading.settled, squares, fault), context)
         # The host has read what was requested before `summed`, so the device is past it.
         reduce_s = start.seconds_to(summed) + time.monotonic() - agreeing
-        return _Computed(totals, status, reduce_s, absent)
+        return _Computed(totals, status, reduce_s, absent, routed)
 
     def _half(self, one: _Try, computed: _Computed) -> LossScale | None:
         """Return half the scale of the loss if gradients have overflowed that may not with it."""
@@ -224,9 +228,13 @@ class SynchronousSteps:
         context.control.enter("applying", "optimizer")
         lr = rates_of(state.optimizer)
         state.apply(squares)
+        norm = gradient_norm(squares)
+        if refused:
+            return Applied.of(totals, norm, reduce_s, lr, skipped=True)
         left_alone = computed.absent if state.rules[LEFT_ALONE] else ()
-        remarks = () if refused else self._remarks.of_step(step, lr, left_alone, state.sums.flushed())
-        return Applied.of(totals, gradient_norm(squares), reduce_s, lr, remarks, skipped=bool(refused))
+        experts = computed.routed.uses()
+        remarks = self._remarks.of_step(step, lr, left_alone, state.sums.flushed(), experts)
+        return Applied.of(totals, norm, reduce_s, lr, remarks, experts=experts)
 
     def _check_may_skip(self, refused: str) -> None:
         """Raise `TrainingError` unless a step refused for this reason may be skipped."""

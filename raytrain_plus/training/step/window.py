@@ -119,7 +119,7 @@ class OverlappingSteps:
             state.apply_overlapping(Summed(step, totals, absent, {}))
         left_alone = absent if state.rules[LEFT_ALONE] else ()
         window.parts.append(
-            _Part(step, totals, reduce_s, lr, self._remarks.of_step(step, lr, left_alone, sums.flushed()))
+            _Part(step, totals, reduce_s, lr, self._remarks.of_step(step, lr, left_alone, sums.flushed(), {}))
         )
         self._begin_step(context)
         # The next action waits for other workers.

@@ -23,7 +23,7 @@ from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.errors import TaskError, TrainingError
 from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.torch_compat import buffer_of, copy_each, put_buffer
-from raytrain_plus.training.weights.step_modules import step_modules
+from raytrain_plus.training.weights.step_modules import RoutingModule, step_modules
 
 _CPU = torch.device("cpu")
 
@@ -197,6 +197,11 @@ class Buffers:
                 elif shard == 0:
                     # Other shards add zeros, which turn -0.0 into 0.0; a single shard must give the same.
                     self._sums[name].copy_(now[name].reshape(-1)).add_(0)
+
+    def routed(self) -> dict[str, tuple[RoutingModule, Numbers]]:
+        """Return the routers by name, with what they have counted in the step whose sums are complete."""
+        found = {name: one for name, one in self._stepping.items() if isinstance(one, RoutingModule)}
+        return {name: (one, Numbers(self._sums[f"{name}.tally"])) for name, one in found.items()}
 
     @property
     def unread(self) -> list[Numbers]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
+
+from raytrain_plus.device_copies import Numbers
+from raytrain_plus.observe.expert_use import ExpertUse
 
 
 @runtime_checkable
@@ -16,6 +21,35 @@ class StepModule(Protocol):
 
     def end_step(self) -> None:
         """Change own buffers, in place, once they hold what all shards of an applied step have left in them."""
+
+
+@runtime_checkable
+class RoutingModule(StepModule, Protocol):
+    """One of them that chooses experts, and counts its choices in a buffer."""
+
+    tally: torch.Tensor
+    """Of a step; each shard adds to it."""
+
+    def use_of(self, tally: Sequence[float]) -> ExpertUse | None:
+        """Return what a tally over all shards says, read on the host; None if no token came here."""
+
+
+class RoutedStep:
+    """What the routers of a model, or of a part, have counted in a step over all shards."""
+
+    def __init__(self, tallies: Mapping[str, tuple[RoutingModule, Numbers]]) -> None:
+        """`tallies`: each router by its name, with what it has counted."""
+        self._tallies = tallies
+
+    @property
+    def unread(self) -> list[Numbers]:
+        """What must be read of it."""
+        return [numbers for _, numbers in self._tallies.values()]
+
+    def uses(self) -> dict[str, ExpertUse]:
+        """Return how the step has used the experts of each layer, by the name of the module that has the router."""
+        found = ((name, router.use_of(numbers.values())) for name, (router, numbers) in self._tallies.items())
+        return {name.rpartition(".")[0] or name: use for name, use in found if use is not None}
 
 
 def step_modules(module: nn.Module) -> dict[str, StepModule]:

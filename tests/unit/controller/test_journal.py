@@ -26,6 +26,7 @@ from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.data.ledger import ledger_files
 from raytrain_plus.data.ledger.ledger import NOTE
 from raytrain_plus.errors import RunError, StorageError
+from raytrain_plus.observe.expert_use import ExpertsUsed, ExpertUse
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.observe.run_events import EventLog, read_events
 from raytrain_plus.observe.step_profile import Profiled, ProfiledWorker
@@ -150,6 +151,36 @@ def test_a_step_has_the_learning_rate_of_a_stage_that_has_one(record: RunRecord,
     record.journal.settle()
     told = [event.get("lr") for event in read_events(run) if event["kind"] == "step_committed"]
     assert told == [0.5, [0.5, 0.25], None]
+
+
+def test_the_use_of_experts_follows_its_step_of_each_stage(record: RunRecord, run: Folder) -> None:
+    for name in "ab":
+        record.reports.joined(WorkerLocation(worker=name, pid=1, node="n", address="127.0.0.1"))
+    record.regroup(0.0, ["a", "b"], -1, 0)
+    first = ExpertUse(load=[3, 1], dropped=1, entropy=0.5, capacity=1.0)
+    second = replace(first, load=[2, 2], dropped=0)
+    record.report("a", [ExpertsUsed(step=0, layers={"one": first}), step(0), step(1)])
+    reported = [ExpertsUsed(step=number, layers={"two": second}) for number in range(3)]
+    record.report("b", [one for number in range(3) for one in (reported[number], step(number))])
+    # Sent again; and nobody has committed the last step.
+    record.report("b", reported)
+    record.journal.settle()
+    told = [event for event in read_events(run) if event["kind"] in ("step_committed", "experts")]
+    shown = [(event["kind"], event["step"], list(event.get("layers", []))) for event in told]
+    assert shown == [
+        ("step_committed", 0, []),
+        ("experts", 0, ["one"]),
+        ("step_committed", 1, []),
+        ("experts", 0, ["two"]),
+        ("experts", 1, ["two"]),
+    ]
+    assert told[1]["layers"] == {"one": first.fields()}
+    # The group goes back, and makes the steps again.
+    record.go_back(-1, 1, None, 1, -2)
+    record.regroup(0.0, ["a"], -1, 1)
+    record.report("a", [ExpertsUsed(step=0, layers={"two": second}), step(0)])
+    record.journal.settle()
+    assert [event["step"] for event in read_events(run) if event["kind"] == "experts"] == [0, 0, 1, 0]
 
 
 def test_evaluations_appear_after_their_steps(record: RunRecord, run: Folder) -> None:

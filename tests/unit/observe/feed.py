@@ -32,3 +32,12 @@ def view(*shards: int, collective: str = "horovod") -> Event:
 
 def evaluated(number: int, **metrics: float) -> Event:
     return event("evaluated", step=number, metrics=metrics)
+
+
+def experts(number: int, **loads: list[int]) -> Event:
+    """Return the use of experts in a step: the load of each, by layer."""
+    layers = {
+        name: {"load": load, "max_vio": max(load) * len(load) / sum(load) - 1, "dropped": 0.0, "entropy": 1.0}
+        for name, load in loads.items()
+    }
+    return event("experts", step=number, layers=layers)

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from raytrain_plus.observe.views.chart import ROOM, Chart
+from raytrain_plus.observe.views.chart import Chart
+from raytrain_plus.observe.views.thinned import ROOM
 from tests.unit.observe.feed import Event, evaluated, event, step, view
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -3,7 +3,7 @@
 import math
 
 from raytrain_plus.observe.trackers.event_metrics import EventMetrics
-from tests.unit.observe.feed import Event, evaluated, event, step, view
+from tests.unit.observe.feed import Event, evaluated, event, experts, step, view
 
 
 def told(*events: Event) -> list[tuple[str, int, float, float]]:
@@ -55,6 +55,23 @@ def test_a_learning_rate_has_one_name_for_each_group() -> None:
     one, two = ({**step(3, seconds=0.0), "lr": rate} for rate in (0.5, [0.5, 0.25]))
     assert [metric[:3] for metric in told(one)][1:] == [("train/lr", 3, 0.5)]
     assert [metric[:3] for metric in told(two)][1:] == [("train/lr/0", 3, 0.5), ("train/lr/1", 3, 0.25)]
+
+
+def test_the_loads_of_few_experts_are_metrics_over_the_even_load() -> None:
+    found = told(experts(7, a=[3, 1], b=[2] * 16, c=[1] * 17))
+    assert found[:5] == [
+        ("experts/a/max_vio", 7, 0.5, 0.0),
+        ("experts/a/dropped", 7, 0.0, 0.0),
+        ("experts/a/entropy", 7, 1.0, 0.0),
+        ("experts/a/load/0", 7, 1.5, 0.0),
+        ("experts/a/load/1", 7, 0.5, 0.0),
+    ]
+    assert [name for name, *_ in found[-4:]] == [
+        "experts/b/load/15",
+        "experts/c/max_vio",
+        "experts/c/dropped",
+        "experts/c/entropy",
+    ]
 
 
 def test_a_loss_that_is_not_finite_is_kept() -> None:

@@ -8,7 +8,7 @@ import pytest
 from raytrain_plus.observe.run_progress import RunProgress
 from raytrain_plus.observe.views import live_lines as module
 from raytrain_plus.observe.views.live_lines import live_lines
-from tests.unit.observe.feed import evaluated, event, step, view
+from tests.unit.observe.feed import evaluated, event, experts, step, view
 
 Event = dict[str, Any]
 LOST = event("worker_lost", worker="worker-1", pid=1, node="n", cause="its process was killed")
@@ -48,6 +48,12 @@ def test_all_that_is_known_is_shown() -> None:
         "held out, untrained: loss 5.5000",
         "[w0][w1]",
     ]
+
+
+def test_the_newest_loads_of_all_layers_have_a_line() -> None:
+    told = [experts(0, a=[5, 1], b=[3, 1]), experts(1, b=[1, 1]), experts(1, a=[2, 3])]
+    assert lines(view(6), *told[:1])[-2] == "experts: MaxVio 0.67 at most (a), none dropped"
+    assert lines(view(6), *told)[-2] == "experts: MaxVio 0.20 at most (a), none dropped"
 
 
 def test_boxes_change_when_workers_are_lost_and_join() -> None:

@@ -10,7 +10,7 @@ import pytest
 from raytrain_plus.observe.run_progress import RunProgress
 from raytrain_plus.observe.views.summary import summary
 from raytrain_plus.result import Result
-from tests.unit.observe.feed import event, view
+from tests.unit.observe.feed import event, experts, view
 
 FOLDER = Path("runs/gpt")
 
@@ -53,6 +53,13 @@ def test_the_summary_of_a_finished_run() -> None:
         f"  events   {FOLDER / 'events.ndjson'}",
         f"  next     pip install tensorboard && tensorboard --logdir {FOLDER / 'tensorboard'}",
     ]
+
+
+def test_the_last_loads_of_experts_are_in_it() -> None:
+    told = progress()
+    told.add(experts(299, block0=[5, 1]))
+    assert summary(result(), told)[3] == "  experts  MaxVio 0.67 at most (block0), none dropped"
+    assert not any("experts" in line for line in summary(result(), progress()))
 
 
 def test_blank_lines_around_the_models_text_are_left_out() -> None:

@@ -224,3 +224,13 @@ def test_a_living_run_shows_the_newest_reading_of_each_gpu(run: Folder) -> None:
     tell(run, [(2, "run_started", started), (2, "view_formed", view)])
     assert load_history(run).gpus == {}
     Lease(run, "here:1").release()
+
+
+def test_a_run_with_experts_shows_the_worst_layer(run: Folder) -> None:
+    use = {"load": [3, 1], "max_vio": 0.5, "dropped": 0.25, "entropy": 0.6}
+    tell(run, [(0, "experts", {"step": 0, "layers": {"a": use, "b": {**use, "max_vio": 1.0}}})])
+    assert not any("experts" in line for line in status(run).lines()[2:])
+    tell(run, [(0, "experts", {"step": 1, "layers": {"b": {**use, "dropped": 0.0}, "c": use}})])
+    found = status(run)
+    assert found.lines()[1] == "  experts: MaxVio 0.50 at most (a), 25.0 % dropped at most"
+    assert found.to_json()["experts"]["c"] == use

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from raytrain_plus import Task, device_copies
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.data.reading.microbatches import Microbatch
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.observe.expert_use import ExpertUse
 from raytrain_plus.training.model.model import build_model
 from raytrain_plus.training.passes import microbatch_loss, task_loss
 from raytrain_plus.training.step.build import whole_steps
@@ -167,6 +168,44 @@ def reads_of(device: Device, steps: SynchronousSteps, shards: int, world: SoloWo
 @pytest.mark.parametrize("returns", ["loss", "metrics"])
 def test_a_step_alone_reads_once(device: Device, shards: int, exact: bool, returns: str) -> None:
     assert reads_of(device, steps_of(Fit(returns), shards, exact), shards, SoloWorld()) == ["to_host"]
+
+
+class Choosing(nn.Module):
+    """Counts the choices of experts, without any."""
+
+    summed_buffers = ("tally",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tally: torch.Tensor
+        self.register_buffer("tally", torch.zeros(3, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tally[0] += len(x)
+        return x
+
+    def begin_step(self, loss_factor: float) -> None:
+        pass
+
+    def end_step(self) -> None:
+        self.tally.zero_()
+
+    def use_of(self, tally: Sequence[float]) -> ExpertUse:
+        return ExpertUse(load=[int(one) for one in tally], dropped=0, entropy=0.0, capacity=None)
+
+
+class Routes(Fit):
+    def model(self) -> nn.Module:
+        return nn.Sequential(Choosing(), Net())
+
+    def buffer_rule(self, name: str) -> Any:
+        return super().buffer_rule(name.removeprefix("1."))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shards", [1, 12])
+def test_what_routers_count_is_read_with_the_rest(device: Device, shards: int, exact: bool) -> None:
+    assert reads_of(device, steps_of(Routes(), shards, exact), shards, SoloWorld()) == ["to_host"]
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from raytrain_plus.errors import DataChanged, InputError, Interrupted, RaytrainError, TrainingError, WaitExpired
+from raytrain_plus.layers import Experts
 from raytrain_plus.membership.mesh import Stage
+from raytrain_plus.observe.expert_use import ExpertsUsed
 from raytrain_plus.observe.gpu_use import GpuUse
 from raytrain_plus.state.stages import REST
+from raytrain_plus.training.exchange.step_records import StepRecord
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.training.step.loop import Evaluation
 from raytrain_plus.workers import generation, reporter
@@ -31,14 +34,14 @@ from raytrain_plus.workers.states.state_source import sha256_of
 from raytrain_plus.workers.stay import Stay
 from raytrain_plus.workers.unconfirmed import Unconfirmed
 from tests.support.exact_steps import Small, batches, state_of
-from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member
+from tests.unit.workers.members import SOLO, Controller, Feeds, assigned, in_background, member
 
 HALF = Layers(Stage(0, 2), (("first",),), {"first": 0, "last": 1})
 
 
 @pytest.fixture(autouse=True)
 def reports_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: None))
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: -1))
 
 
 class Part:
@@ -284,6 +287,33 @@ def test_a_member_starts_over_once_others_have_copied_what_it_holds(tmp_path: Pa
     running.join(30)
     assert [outcome.why for outcome in outcomes] == ["finished"]
     assert prepared.own.state is not before
+
+
+class Routed(Small):
+    """Small, with experts."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Experts(3, 4, 4))
+
+
+def reported(prepared: Prepared, assignment: Assignment) -> list[Any]:
+    part = Part(prepared, assignment)
+    outcome = part.run()
+    assert outcome.why == "finished"
+    return [one for call in part.controller.calls if call[0] == "report" for one in call[3]] + list(outcome.records)
+
+
+def test_one_worker_of_each_stage_reports_its_use_of_experts_before_each_of_the_first_steps(tmp_path: Path) -> None:
+    prepared = member(tmp_path, steps=13, build=lambda layers: state_of(Routed()))
+    found = reported(prepared, assigned())
+    used = {one.step: at for at, one in enumerate(found) if isinstance(one, ExpertsUsed)}
+    assert {*range(10), 12} <= used.keys() <= {*range(13)}
+    for step, at in used.items():
+        assert isinstance(found[at + 1], StepRecord)
+        assert found[at + 1].step == step
+    for place in (assigned(ring=replace(SOLO, rank=1)), assigned(layers=replace(WHOLE, stage=Stage(rank=1, ranks=2)))):
+        prepared = member(tmp_path, build=lambda layers: state_of(Routed()))
+        assert not any(isinstance(one, ExpertsUsed) for one in reported(prepared, place))
 
 
 def test_a_worker_with_a_gpu_reports_its_use_and_others_start_no_thread_for_it(
