@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from raytrain_plus.controller.adopting import requests_of
+from raytrain_plus.controller.completing import completed
 from raytrain_plus.controller.engine import Engine
 from raytrain_plus.controller.event_loop import Clock
 from raytrain_plus.controller.group.formation import InWorld
@@ -136,8 +137,6 @@ class Controller:
             threading.Thread(target=self._end_with, args=(driver,), name="driver", daemon=True).start()
         if self._again:
             self._start()
-        else:
-            self._engine.set_result(self._engine_of(self._order, self._pool()))
 
     def run(self) -> Closing:
         """Run the job to its end. Input errors that only a worker can see are raised before a folder is made."""
@@ -154,7 +153,7 @@ class Controller:
     def _run(self) -> None:
         self._over = False
         try:
-            self._closing.set_result(self._continued() if self._again else self._engine.result().run())
+            self._closing.set_result(self._continued() if self._again else self._begun(self._order))
         except BaseException as error:
             if isinstance(error, StaleController):
                 os._exit(1)
@@ -182,7 +181,7 @@ class Controller:
                 raise RunError("another controller has taken this run over; this one stops and writes no more")
             if self._epoch >= MOST_STARTS:
                 raise RunError(f"the controller died {MOST_STARTS} times before the run began")
-            return self._begun_again(self._order)
+            return self._begun(self._order)
 
         def taken() -> tuple[RunOrder, Succession | Result | None]:
             return take(run, self._order, pool, self._host.name, self._epoch)
@@ -195,13 +194,13 @@ class Controller:
             return Closing(result=left, error=RunError(left.error) if left.error else None)
         if left is None:
             pool.shutdown()
-            return self._begun_again(order, requests_of(order.past or Past()))
+            return self._begun(order, requests_of(order.past or Past()))
         engine = self._engine_of(order, pool)
         return engine.run(left, lambda: self._engine.set_result(engine))
 
-    def _begun_again(self, order: RunOrder, requests: Sequence[e.Stop | e.Rescale] = ()) -> Closing:
+    def _begun(self, order: RunOrder, requests: Sequence[e.Stop | e.Rescale] = ()) -> Closing:
         """Run the job with new workers; `requests`: what the run was asked for before."""
-        engine = self._engine_of(order, self._pool())
+        engine = self._engine_of(completed(order, self._limits, self._host, time.time), self._pool())
         for request in requests:
             engine.loop.put(request)
         self._engine.set_result(engine)

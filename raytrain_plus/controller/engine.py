@@ -25,10 +25,9 @@ from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.model_hand_over import Exporter, ModelHandOver
 from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
 from raytrain_plus.controller.group.state_copies import Replication
-from raytrain_plus.controller.opening import open_run
+from raytrain_plus.controller.opening import open_run, record_of
 from raytrain_plus.controller.record.listeners import Listeners
 from raytrain_plus.controller.record.metrics import Metrics
-from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run import Run, merged
@@ -39,7 +38,6 @@ from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.runs.folder import check_writable, claimed_by
-from raytrain_plus.runs.history import Past
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
@@ -74,7 +72,7 @@ class Engine:
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = folder = Claimed(open_folder(order.plan.folder))
         self.loop = loop = EventLoop(workers, clock)
-        self.record = record = record_of(order, folder, clock)
+        self.record = record = record_of(order, folder, clock.unix)
         self.journal = journal = record.journal
         publisher = publisher_of(folder, order, journal, loop.put)
         self.machine = machine = Executor(limits, publisher.durable)
@@ -212,11 +210,3 @@ class Engine:
     def _open_run(self) -> None:
         open_run(self._order, self.run_folder, self.record, self._host, self._listeners)
         self._checkpoints.restart_clock()
-
-
-def record_of(order: RunOrder, run: Claimed, clock: Clock) -> RunRecord:
-    """Return the record of this run."""
-    plan = order.plan
-    rows, epochs = plan.data.rows, plan.job.epochs
-    end = None if epochs is None else (plan.steps, epochs * rows)
-    return RunRecord(run, plan.job.data.batch_size, rows, end, order.past or Past(), clock.unix)

@@ -17,6 +17,7 @@ from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.trackers.listened import CalledTask, Listened
 from raytrain_plus.runs.folder import TASK, claim
+from raytrain_plus.runs.history import Past
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.outage import outage_of
@@ -55,11 +56,19 @@ def continue_run(left: Succession, run: Run, listeners: Callable[[Listened, str,
             beginning_of(run.order, run.host),
             listeners(listened_of(run.order, run.folder), run.host.node, run.host.actor),
             left.charter,
-            left.charter.group.seats,
             {name: report.records for name, report in left.reports.items()},
+            [member for member in left.charter.group.seats if member in left.reports],
         )
     except StorageError as failure:
         raise RunError(f"the run cannot go on in {run.folder.where}: {outage_of(failure, run.folder)}") from failure
+
+
+def record_of(order: RunOrder, run: Claimed, unix: Callable[[], float]) -> RunRecord:
+    """Return the record of this run; `unix` returns Unix seconds."""
+    plan = order.plan
+    rows, epochs = plan.data.rows, plan.job.epochs
+    end = None if epochs is None else (plan.steps, epochs * rows)
+    return RunRecord(run, plan.job.data.batch_size, rows, end, order.past or Past(), unix)
 
 
 def beginning_of(order: RunOrder, host: Host) -> Beginning:

@@ -57,7 +57,7 @@ from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import leave_probe
 from raytrain_plus.storage.size_text import size_text
-from raytrain_plus.workers.run_actors import NAMESPACE, clear
+from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear, leave
 
 ANSWER_S = 2.0
 """Maximum seconds for a controller's answer; one that takes longer counts as dead."""
@@ -294,7 +294,13 @@ class Begun(NamedTuple):
     """The reference that is ready when it ends."""
 
     def clear(self) -> None:
-        """End the run's workers: the controller is gone for good."""
+        """End the run's workers at once."""
+        clear(self.name)
+
+    def leave(self) -> None:
+        """End the run's workers once they have written what they leave: the controller is gone for good."""
+        with contextlib.suppress(RayError):
+            leave(actors_of(self.name).values())
         clear(self.name)
 
 

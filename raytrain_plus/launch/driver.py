@@ -56,7 +56,7 @@ def drive(
         # A second SIGTERM: Ray raises `SystemExit` with an exit code of its own.
         raise SystemExit(signals.exit_code) from None
     except RayActorError as error:
-        begun.clear()
+        begun.leave()
         ended = followed.result()
         if ended is None:
             raise _died(cause_of_death(error), run) from error
@@ -207,7 +207,7 @@ def launch(order: RunOrder, began: float) -> None:
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
-        begun.clear()
+        begun.leave()
         raise _died(cause_of_death(error), run) from error
     except BaseException:
         ray.kill(begun.actor)

@@ -53,6 +53,8 @@ TRACE = "pipeline.json"
 """One step of a pipelined model: as a picture, and for trace viewers."""
 PROFILE = "profile"
 """Folder with the traces of profiled steps, and `summary.json`, the table of their times."""
+LEFT = "left"
+"""Folder with what workers have left that ended because no controller came back: see `workers.states.leftover`."""
 LEASE_S = 10.0
 """Seconds for which a lease is valid after its last renewal."""
 LEASE = "lease.json"

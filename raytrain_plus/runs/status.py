@@ -12,7 +12,7 @@ from raytrain_plus.observe.expert_use import experts_text
 from raytrain_plus.observe.gpu_use import gpu_text
 from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.result import Result, resume_command, saved_text
-from raytrain_plus.runs.folder import LEASE_S, lease_holder, lost_holder, run_exists, runs_beside, single_writer
+from raytrain_plus.runs.folder import LEASE_S, LEFT, lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.stored.manifest import Manifest, best_of
 from raytrain_plus.storage.address import split
@@ -218,6 +218,8 @@ def what_is_kept(run: Folder) -> str:
     try:
         if not run_exists(run):
             return "nothing was written yet: run the job again"
+        if run.files(LEFT):
+            return f"its workers have written the state that they had; resume with: {resume_command(run)}"
         newest = next((found for found in load_history(run).found if found.manifest is not None), None)
     except (OSError, InputError) as error:
         return f"the run's checkpoints cannot be read ({error}); see: raytrain status '{run.where}'"

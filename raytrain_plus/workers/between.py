@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from raytrain_plus.errors import RunError
 from raytrain_plus.training.exchange.thread_control import Control
-from raytrain_plus.workers.messages import Outcome, ShareOf
+from raytrain_plus.workers.messages import Outcome, ShareOf, Written
 from raytrain_plus.workers.preparation.data_check import check_data
 from raytrain_plus.workers.preparation.prepared import Prepared
-from raytrain_plus.workers.reporter import tell_written
 from raytrain_plus.workers.states.saver import Part
 from raytrain_plus.workers.warm_up import FIRST_STEP_S
 
@@ -46,12 +43,12 @@ def recall(prepared: Prepared, control: Control, step: int, *, in_use: bool) -> 
     return replace(prepared.outcome("interrupted"), ready=None)
 
 
-def keep(prepared: Prepared, controller: Any, share: ShareOf) -> None:
-    """Write this worker's share of a checkpoint of the state that it holds."""
+def keep(prepared: Prepared, share: ShareOf, tell: Callable[[Written], None]) -> None:
+    """Write this worker's share of a checkpoint of the state that it holds; `tell` hears of it, on another thread."""
     state, saver = prepared.own.state, prepared.saver
     last_applied = state.last_applied
     assert last_applied is not None, "a partially applied state is never saved"
-    saver.begin(Part(share, functools.partial(tell_written, controller)))
+    saver.begin(Part(share, tell))
     saver.copy(last_applied, {})
     if state.last_applied != last_applied:
         raise RunError("the worker's state changed while it was being copied")

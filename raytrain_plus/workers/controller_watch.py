@@ -21,7 +21,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_plus.runs.process import lives
-from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear
+from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear, leave
 
 LOOK_S = 0.5
 """Seconds between two looks at the clock."""
@@ -77,15 +77,16 @@ class ControllerWatch:
         self,
         process: ControllerProcess,
         wait_s: Callable[[], float | None],
+        leave: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
         """Begin to watch that process.
 
-        `wait_s`: for how many seconds the workers wait for a controller, if that is known yet; `end`: ends the run's
-        workers, and does not return.
+        `wait_s`: for how many seconds the workers wait for a controller, if that is known yet; `leave`: writes what the
+        next controller needs of this worker; `end`: ends the run's workers, and does not return.
         """
         self._process = process
-        self._wait_s, self._end = wait_s, end
+        self._wait_s, self._leave, self._end = wait_s, leave, end
         self._heard = self._looked = time.monotonic()
         self._asked = -ASK_S
         self._actor: Any = None
@@ -109,11 +110,17 @@ class ControllerWatch:
                 log.warning("the controller has been silent for %g s, so its process is ended", SLEEPS_S)
                 with suppress(OSError):
                     os.kill(self._process.pid, signal.SIGKILL)
-            if doing in ("alone", "over"):
+            if doing in ("alone", "over") and self._left(doing):
                 break
-        if doing == "alone":
-            log.warning("no controller came back within elastic.wait_s, so the workers end")
         self._end()
+
+    def _left(self, why: Verdict) -> bool:
+        """Write what the next controller needs; return whether none has come meanwhile."""
+        if why == "alone":
+            log.warning("no controller came back within elastic.wait_s, so the workers end")
+        heard = self._heard
+        self._leave()
+        return why == "over" or self._heard == heard
 
     def _look(self, now: float) -> Verdict:
         if now - self._looked > PAUSED_S:
@@ -150,11 +157,13 @@ class ControllerWatch:
 def end_workers(run: str, place: str) -> None:
     """End all workers of a run, this process last; `place`: the name of its placement group, if it has one.
 
-    One of them does so. The others take their turn only if that one does not get it done: if two ended one another,
-    nobody would be left to remove the last placement group.
+    One of them does so, once all have written what they leave. The others take their turn only if that one does not get
+    it done: if two ended one another, nobody would be left to remove the last placement group.
     """
     own = ray.get_runtime_context().get_actor_name() or ""
     with suppress(RayError):
-        time.sleep(TURN_S * sum(name < own for name in actors_of(run)))
+        others = {name: actor for name, actor in actors_of(run).items() if name != own}
+        leave(others.values())
+        time.sleep(TURN_S * sum(name < own for name in others))
     clear(run, own, place)
     os._exit(1)

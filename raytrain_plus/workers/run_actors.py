@@ -5,6 +5,7 @@ Both the actors and the placement groups of workers are detached: they outlive t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -16,6 +17,10 @@ NAMESPACE = "raytrain_plus"
 """The Ray namespace of controllers. A controller's name is the run's name, a slash, and a unique suffix."""
 WORKERS = "raytrain_plus.workers"
 """The Ray namespace of the workers' actors."""
+RESPOND_S = 2.0
+"""Seconds in which a worker that can leave something responds."""
+WRITE_S = 300.0
+"""Maximum seconds until workers have written what they leave."""
 
 
 class NamedGroup(NamedTuple):
@@ -50,6 +55,17 @@ def places_of(run: str) -> list[NamedGroup]:
         if one["state"] != "REMOVED" and one["name"].startswith(name_in(run, ""))
     ]
     return sorted(found, key=lambda place: place.name)
+
+
+def leave(workers: Iterable[Any]) -> None:
+    """Have these actors of workers write what the next controller of their run needs; return once they have."""
+    asked = {worker.respond.remote(): worker for worker in workers}
+    if asked:
+        # Others are stopped, or have never started.
+        responding, _ = ray.wait([*asked], num_returns=len(asked), timeout=RESPOND_S)
+        leaving = [asked[one].leave.remote() for one in responding]
+        if leaving:
+            ray.wait(leaving, num_returns=len(leaving), timeout=WRITE_S)
 
 
 def clear(run: str, actor: str = "", place: str = "") -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
@@ -23,9 +25,12 @@ from raytrain_plus.errors import DataChanged, DeviceBroken, Interrupted, Raytrai
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.runs.folder import claimed_by
 from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
+from raytrain_plus.storage.folders.claimed import Claimed
+from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.training.exchange.step_records import Activity
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers import between
@@ -42,17 +47,24 @@ from raytrain_plus.workers.messages import (
     PreparedReport,
     ShareOf,
     WorkerLocation,
+    Written,
 )
 from raytrain_plus.workers.preparation.prepared import Prepared, device_of, prepare_worker
 from raytrain_plus.workers.preparation.show import show_model
 from raytrain_plus.workers.preparation.task_error import as_training_error
+from raytrain_plus.workers.reporter import FLUSH_S, tell_written
 from raytrain_plus.workers.restored import restore
+from raytrain_plus.workers.states.leftover import LastGeneration, Leftover, leave
+from raytrain_plus.workers.states.saver import STILL_S
 from raytrain_plus.workers.states.state_receiver import ReceivedStates
 from raytrain_plus.workers.stay import Addresses, Stay
 from raytrain_plus.workers.unconfirmed import Unconfirmed
 from raytrain_plus.workers.warm_up import warm_up
 
 T = TypeVar("T")
+
+LEAVE_S = 10.0
+"""Maximum seconds until a member that ends is out of a world that it was told to leave."""
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +103,9 @@ class Worker:
         self._last: Outcome | None = None
         """How it came out of that, and what it has done since."""
         self._unconfirmed = Unconfirmed()
+        self._leaving = threading.Lock()
+        self._left: Stay | None = None
+        """The generation after which it has written what it leaves."""
         self._lock = threading.Lock()
         self._changing = 0
         """The number of calls that may change the state, beside `serve`."""
@@ -202,7 +217,57 @@ class Worker:
     def keep(self, controller: Any, share: ShareOf) -> None:
         """Write this worker's share of a checkpoint of the state that it holds, while it is in no generation."""
         prepared = self._prepared
-        self._do(lambda: between.keep(prepared, controller, share))
+        self._do(lambda: between.keep(prepared, share, partial(tell_written, controller)))
+
+    def leave(self, controller: str) -> None:
+        """Write what the next controller of the run needs of this worker, because none of this name comes back.
+
+        All members stop at one step boundary, and write their shares of that state. Nothing is written if another
+        controller owns the run. Every wait has a limit.
+        """
+        with self._leaving:
+            stay = self._stay
+            if stay is None or stay is self._left:
+                return
+            self._left = stay
+            try:
+                self._leave(stay, controller)
+            except Exception:
+                log.exception("%s could not write what it leaves", self._name)
+
+    def _leave(self, stay: Stay, controller: str) -> None:
+        prepared, generation = self._prepared, stay.assignment.generation
+        # The request travels in the header, so the first member whose limit is over stops all.
+        self._control.pause(generation)
+        wait([stay.out], prepared.plan.job.elastic.hang_timeout_s + FLUSH_S)
+        if not stay.out.done():
+            # It waits for a member that is gone.
+            self.interrupt(generation, frozenset(), frozenset())
+            wait([stay.out], LEAVE_S)
+        share = stay.assignment.share
+        run = open_folder(prepared.plan.folder)
+        if claimed_by(run) != controller:
+            log.warning("another controller owns the run, so %s leaves nothing", self._name)
+            return
+        left = Leftover(
+            location=self.location(),
+            last=LastGeneration.of(stay.assignment.charter),
+            records=self._unconfirmed.all(),
+            written=self._last_share(stay),
+        )
+        leave(run if share.claim is None else Claimed(run, share.claim), left)
+
+    def _last_share(self, stay: Stay) -> Written | None:
+        """Write this worker's share of the state with which it came out; return None if there is none."""
+        if not (stay.joined and stay.out.done()) or self._as_now(self._last).holds is None:
+            return None
+        prepared, told = self._prepared, queue.SimpleQueue[Written]()
+        self._do(lambda: between.keep(prepared, stay.assignment.share, told.put))
+        written = told.get(timeout=2 * STILL_S)
+        if written.share is None:
+            log.warning("%s could not write its share of its last state: %s", self._name, written.error)
+            return None
+        return written
 
     def finish(self, generation: int, squares: Mapping[str, float]) -> Outcome:
         """Apply the step whose sums it has, because others have applied it: see `TrainState.finish`."""

@@ -39,6 +39,7 @@ class WorkerActor:
         self._worker: Future[Any] = Future()
         self._epochs = Epochs()
         self._place = place
+        self._run = None if controller is None else controller.run
         # Two threads that import modules in a cycle can see half of one.
         self._importing = threading.Lock()
         self._threads = {} if name is not None else _threads_of_a_worker(cpus)
@@ -88,6 +89,11 @@ class WorkerActor:
         """
         self._epochs.wait(epoch)
 
+    def leave(self) -> None:
+        """Write what the next controller of the run needs of this worker; return once that is done."""
+        if self._worker.done() and self._run is not None:
+            self._worker.result().leave(self._run)
+
     def respond(self) -> None:
         """Answer, so that the controller knows that this process is not stopped."""
 
@@ -118,6 +124,7 @@ class WorkerActor:
         return ControllerWatch(
             controller,
             wait_s=lambda: self._worker.result().wait_s if self._worker.done() else None,
+            leave=self.leave,
             end=lambda: end_workers(controller.run, self._place),
         )
 

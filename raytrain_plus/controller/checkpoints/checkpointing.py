@@ -14,6 +14,7 @@ import yaml
 from raytrain_plus.controller.checkpoints.checkpoint_publisher import Published, Publisher
 from raytrain_plus.controller.checkpoints.open_checkpoints import Abandoned, Saving
 from raytrain_plus.controller.record.journal import Journal
+from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.controller.run_order import RunOrder
 from raytrain_plus.errors import RaytrainError, RunError
@@ -268,35 +269,10 @@ class Checkpoints:
         self._publisher.close()
 
     def _manifest(self, shares: Sequence[Written]) -> Manifest:
-        order, first = self._order, shares[0]
-        if lacking := self._lacking.get(first.generation):
+        number = shares[0].generation
+        if lacking := self._lacking.get(number):
             raise RunError(f"its writers lack a part of the state ({', '.join(lacking.names)}); please report this")
-        files, tensors = join_shares([told.share for told in shares if told.share is not None])
-        return Manifest(
-            run=order.plan.job.name,
-            step=first.step,
-            generation=first.generation,
-            time=first.time,
-            job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str), parse_constant=str),
-            task_sha256=order.task_sha256,
-            versions=order.versions,
-            data={
-                "fingerprint": order.plan.data.fingerprint,
-                "rows": order.plan.data.rows,
-                "samples": self._record.samples(first.step),
-            },
-            layout=[asdict(member) for member in self._writers.get(first.generation, self._layout)],
-            random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
-            metrics={
-                name: value
-                for name, value in (first.metrics or self._record.metrics(first.step)).items()
-                if math.isfinite(value)
-            },
-            stall_s=max(told.stall_s for told in shares),
-            tree={**whole_tree([told.tree for told in shares if told.tree is not None]), "weights": _weights(shares)},
-            files=files,
-            tensors=tensors,
-        )
+        return manifest_of(self._order, self._record, self._writers.get(number, self._layout), shares)
 
     def published(self, published: Published) -> None:
         """Handle the outcome of a checkpoint whose shares were written."""
@@ -331,6 +307,35 @@ class Checkpoints:
 
     def _not_kept(self, name: str, error: RaytrainError) -> None:
         self.wait_no_longer(f"{name} could not copy its state: {error}")
+
+
+def manifest_of(order: RunOrder, record: RunRecord, layout: Sequence[Member], shares: Sequence[Written]) -> Manifest:
+    """Return the manifest of a checkpoint of this run whose shares are all written; `layout`: the members then."""
+    first = shares[0]
+    files, tensors = join_shares([told.share for told in shares if told.share is not None])
+    return Manifest(
+        run=order.plan.job.name,
+        step=first.step,
+        generation=first.generation,
+        time=first.time,
+        job=json.loads(json.dumps(yaml.safe_load(order.job_yaml), default=str), parse_constant=str),
+        task_sha256=order.task_sha256,
+        versions=order.versions,
+        data={
+            "fingerprint": order.plan.data.fingerprint,
+            "rows": order.plan.data.rows,
+            "samples": record.samples(first.step),
+        },
+        layout=[asdict(member) for member in layout],
+        random={"keyed_by": "seed, step, shard, microbatch, layer", "seed": order.plan.job.seed},
+        metrics={
+            name: value for name, value in (first.metrics or record.metrics(first.step)).items() if math.isfinite(value)
+        },
+        stall_s=max(told.stall_s for told in shares),
+        tree={**whole_tree([told.tree for told in shares if told.tree is not None]), "weights": _weights(shares)},
+        files=files,
+        tensors=tensors,
+    )
 
 
 def _weights(shares: Sequence[Written]) -> dict[str, bool]:

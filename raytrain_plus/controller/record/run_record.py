@@ -99,14 +99,14 @@ class RunRecord:
         beginning: Beginning,
         listeners: Listeners | None,
         charter: Charter,
-        members: Sequence[str],
         records: KeptRecords,
+        adopted: Sequence[str],
     ) -> None:
         """Continue the record of a dead controller of the same start of the run, as if this one had written it.
 
-        `charter`: that of the newest generation; `members`: those that it was formed of, dead ones too; `records`: what
-        each living worker has kept. `reports` knows the locations and clocks of these. If `Past.formed` is lower than
-        the charter's number, `formed` is to be called once the members have joined; else it has been.
+        `charter`: that of the newest generation; `records`: what each worker that can say so has kept. `reports` knows
+        the locations and clocks of these. `adopted`: the members that train on. If `Past.formed` is lower than the
+        charter's number, `formed` is to be called once the members have joined; else it has been.
         Raises `StepsLost` before anything is written if neither the folder nor a worker has a committed step.
         """
         past, group = self._past, charter.group
@@ -125,11 +125,11 @@ class RunRecord:
         if lacks.back:
             self._went_back(charter)
         self._complete(lacks)
-        self._commits = Commits(members, first_step=lacks.to + 1)
+        self._commits = Commits(group.seats, first_step=lacks.to + 1)
         self.reports.formed(form_view(group.generation, group.seats, group.shape, group.limits.sizes.shards))
-        for member in members:
+        for member in group.seats:
             self.report(member, lacks.further.get(member, ()))
-        self.journal.adopted(beginning.node, [member for member in members if member in records])
+        self.journal.adopted(beginning.node, adopted)
 
     def _went_back(self, charter: Charter) -> None:
         """Record that the group went back when it formed this generation: the dead controller could not write it."""

@@ -16,7 +16,6 @@ import psutil
 import pytest
 import ray
 import torch
-from ray.util.placement_group import placement_group_table
 from torch import nn
 
 from raytrain_plus import Task
@@ -26,6 +25,7 @@ from raytrain_plus.workers.imports import Imports
 from raytrain_plus.workers.messages import Plan
 from raytrain_plus.workers.pool import Pool
 from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear
+from tests.integration.one_ray.remains import places
 from tests.unit.workers.members import assigned, plan_of
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("cluster")]
@@ -116,10 +116,6 @@ def until(true: Callable[[], bool], what: str, limit_s: float = 20.0) -> None:
     while not true():
         assert time.monotonic() < end, what
         time.sleep(0.05)
-
-
-def places() -> list[str]:
-    return sorted(one["name"] for one in placement_group_table().values() if one["state"] != "REMOVED")
 
 
 def processes() -> list[psutil.Process]:

@@ -11,11 +11,10 @@ from statistics import median
 from typing import Any
 
 import pytest
-import ray
 
 from raytrain_plus import Data, Workers
-from raytrain_plus.workers.run_actors import NAMESPACE, WORKERS
 from tests.integration.elastic import Run, born, ended, job
+from tests.integration.one_ray.remains import nothing_is_left
 from tests.integration.tasks import write_data
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("cluster")]
@@ -55,28 +54,12 @@ def until_replaced(run: Run, killed: float, count: int = 2) -> dict[str, Any]:
     return told
 
 
-def nothing_is_left(run: Run) -> None:
-    """Check that Ray has no actor and no placement group of the run any more."""
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        actors = [
-            one["name"]
-            for one in ray.util.list_named_actors(all_namespaces=True)
-            if one["namespace"] in (NAMESPACE, WORKERS)
-        ]
-        groups = [one for one in ray.util.placement_group_table().values() if one["state"] != "REMOVED"]
-        if not actors and not groups:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"left behind: {actors}, {groups}")
-
-
 def check(run: Run, killed: int, expected: Any) -> None:
     """Check that the run ended as the undisturbed one, with the same workers."""
     assert ended(run) == expected
     assert not run.events("resumed")
     assert len(run.events("controller_started")) == killed + 1
-    nothing_is_left(run)
+    nothing_is_left()
 
 
 @pytest.fixture(scope="module")

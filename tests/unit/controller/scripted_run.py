@@ -169,7 +169,7 @@ class ScriptedRun:
         self.dead = False
         past = load_history(self.run)
         self.record = self._record(past)
-        self.record.adopt(fence, BEGINNING, self.listeners[-1], self.charter, NAMES, self.kept)
+        self.record.adopt(fence, BEGINNING, self.listeners[-1], self.charter, self.kept, NAMES)
         if past.formed < self.charter.number:
             self.formed()
 

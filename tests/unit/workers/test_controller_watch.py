@@ -55,7 +55,8 @@ class Watched(ControllerWatch):
         monkeypatch.setattr(module.threading.Thread, "start", lambda thread: None)
         monkeypatch.setattr(module.ray, "get_actor", self._get)
         process = ControllerProcess("run/1", pid or os.getpid(), this_process())
-        super().__init__(process, lambda: wait_s, lambda: None)
+        self.done: list[str] = []
+        super().__init__(process, lambda: wait_s, self._leaves, lambda: self.done.append("end"))
         self.now = time.monotonic()
 
     def _get(self, name: str, namespace: str) -> Any:
@@ -63,6 +64,13 @@ class Watched(ControllerWatch):
         if self.found:
             raise {"late": GetTimeoutError("no GCS"), "gone": ValueError("no such actor")}[self.found]
         return self.controller
+
+    def _leaves(self) -> None:
+        self.done.append("leave")
+        self.meanwhile()
+
+    def meanwhile(self) -> None:
+        """What happens while this worker writes what it leaves."""
 
     def after(self, seconds: float) -> Verdict:
         """Look twice a second for so long, or until there is something to do."""
@@ -129,3 +137,20 @@ def test_a_process_without_a_job_waits_too(monkeypatch: pytest.MonkeyPatch) -> N
     watch._process = ControllerProcess("run/1", 0, {})
     assert watch.after(59) == "wait"
     assert watch.after(3) == "alone"
+
+
+def test_a_worker_leaves_what_it_has_before_the_workers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watched(monkeypatch)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(watch, "_look", lambda now: "over")
+    watch._run()
+    assert watch.done == ["leave", "end"]
+
+
+def test_the_workers_stay_if_a_controller_adopts_them_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watched(monkeypatch)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(watch, "_look", lambda now: "alone" if len(watch.done) < 2 else "over")
+    monkeypatch.setattr(watch, "meanwhile", lambda: watch.heard() if len(watch.done) == 1 else None)
+    watch._run()
+    assert watch.done == ["leave", "leave", "end"]

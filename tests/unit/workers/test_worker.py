@@ -17,7 +17,10 @@ pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.errors import DataChanged, Interrupted, StaleController, TrainingError
+from raytrain_plus.runs.folder import LEFT, Fence
 from raytrain_plus.state.stored.digest import model_file
+from raytrain_plus.state.stored.manifest import name_of
+from raytrain_plus.storage.folders.local import LocalFolder
 from raytrain_plus.training.exchange.context import StepContext
 from raytrain_plus.training.exchange.step_records import StepRecord
 from raytrain_plus.training.exchange.thread_control import Control
@@ -26,10 +29,11 @@ from raytrain_plus.workers import reporter
 from raytrain_plus.workers import worker as module
 from raytrain_plus.workers.messages import WHOLE, Outcome, Plan, PreparedReport, WorkerLocation
 from raytrain_plus.workers.preparation.prepared import Prepared
+from raytrain_plus.workers.states.leftover import leftovers
 from raytrain_plus.workers.worker import Worker
 from tests.support.datasets import write
 from tests.support.exact_steps import SHARDS, Small, batches, sha, state_of
-from tests.unit.workers.members import Controller, Feeds, assigned, in_background, member, plan_of, worker_of
+from tests.unit.workers.members import CHARTER, Controller, Feeds, assigned, in_background, member, plan_of, worker_of
 
 
 @pytest.fixture(autouse=True)
@@ -331,3 +335,66 @@ def test_a_new_controller_need_not_know_where_the_members_listen(
     assert closed == [rings, replicas]
     worker.interrupt(0, replicas, frozenset())
     assert closed[2:] == [replicas, frozenset()]
+
+
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: str = "run/1") -> tuple[Worker, threading.Thread]:
+    """Return a worker that trains without a controller, once it has made some steps, and its call."""
+    # Nothing is durable.
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: -1))
+    reached = threading.Event()
+    worker = worker_of(member(tmp_path, steps=100_000, feeds=Feeds(lambda step: reached.set() if step == 5 else None)))
+    at = WorkerLocation(worker="worker-0", pid=5, node="n", address="127.0.0.1")
+    monkeypatch.setattr(worker, "location", lambda: at)
+    Fence(LocalFolder(tmp_path / "run"), 0, claimed)
+    serving = in_background(lambda: worker.serve(Controller(), assigned()))
+    assert reached.wait(10)
+    return worker, serving
+
+
+def test_a_worker_leaves_its_last_state_and_what_nobody_has_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, serving = alone(tmp_path, monkeypatch)
+    run = LocalFolder(tmp_path / "run")
+    worker.leave("run/1")
+    # It has stopped at a boundary.
+    serving.join(10)
+    left = leftovers(run)["worker-0"]
+    assert (left.last.number, left.last.seats) == (CHARTER.number, CHARTER.group.seats)
+    assert left.written is not None
+    last = left.written.step
+    assert last >= 4
+    assert [record.step for _, record in left.records if isinstance(record, StepRecord)] == list(range(last + 1))
+    assert run.files("checkpoints").keys() == {"checkpoints/" + name_of(last, 12) + "/00000-of-00001.safetensors"}
+    # Once: another worker asks it, too.
+    run.remove(LEFT)
+    worker.leave("run/1")
+    assert not run.files(LEFT)
+
+
+def test_a_worker_whose_run_another_controller_owns_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, serving = alone(tmp_path, monkeypatch, claimed="run/2")
+    worker.leave("run/1")
+    serving.join(10)
+    run = LocalFolder(tmp_path / "run")
+    assert not run.files(LEFT)
+    assert not run.files("checkpoints")
+    assert "another controller owns the run, so worker-0 leaves nothing" in caplog.text
+
+
+def test_a_worker_that_was_in_no_generation_leaves_nothing(tmp_path: Path) -> None:
+    worker_of(member(tmp_path)).leave("run/1")
+    Worker("worker-1").leave("run/1")
+    assert not LocalFolder(tmp_path / "run").files()
+
+
+def test_a_member_that_waits_for_a_lost_one_leaves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FLUSH_S", -1e9)
+    worker, serving = alone(tmp_path, monkeypatch)
+    worker.leave("run/1")
+    serving.join(10)
+    assert worker._control.interrupted()
+    left = leftovers(LocalFolder(tmp_path / "run"))["worker-0"]
+    assert left.written is not None
