@@ -26,7 +26,7 @@ from raytrain_plus.controller.record.listeners_actor import listeners_on
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.rescaling import effect, requested
 from raytrain_plus.controller.run_order import Closing, Driver, RunOrder
-from raytrain_plus.controller.succession import ANSWER_S, MOST_STARTS, Succession, began, take
+from raytrain_plus.controller.succession import ANSWER_S, MOST_STARTS, Hopeless, Succession, began, take
 from raytrain_plus.errors import RaytrainError, RunError, StaleController
 from raytrain_plus.membership import events as e
 from raytrain_plus.membership.group_state import Limits
@@ -183,7 +183,7 @@ class Controller:
                 raise RunError(f"the controller died {MOST_STARTS} times before the run began")
             return self._begun(self._order)
 
-        def taken() -> tuple[RunOrder, Succession | Result | None]:
+        def taken() -> tuple[RunOrder, Succession | Hopeless | Result | None]:
             return take(run, self._order, pool, self._host.name, self._epoch)
 
         # The workers train on meanwhile.
@@ -196,6 +196,9 @@ class Controller:
             pool.shutdown()
             return self._begun(order, requests_of(order.past or Past()))
         engine = self._engine_of(order, pool)
+        if isinstance(left, Hopeless):
+            self._engine.set_exception(left.error)
+            return engine.give_up(left)
         return engine.run(left, lambda: self._engine.set_result(engine))
 
     def _begun(self, order: RunOrder, requests: Sequence[e.Stop | e.Rescale] = ()) -> Closing:

@@ -9,6 +9,7 @@ from raytrain_plus.controller.run import Handlers, Run
 from raytrain_plus.controller.run_order import Closing
 from raytrain_plus.errors import DataChanged, RaytrainError, RunError, TrainingError
 from raytrain_plus.membership import events as e
+from raytrain_plus.result import Result
 
 
 class Ending:
@@ -41,9 +42,9 @@ class Ending:
         )
         self.closing = Closing(result=result, error=error)
 
-    def fail(self, why: str) -> None:
+    def fail(self, why: str) -> Result:
         """End the run because the controller cannot continue it. Raises `RunError` if that cannot be written."""
-        self.record.finish(self.job, "failed", why, None, self.began)
+        return self.record.finish(self.job, "failed", why, None, self.began)
 
     def _unsaved(self, status: str) -> str | None:
         """Return why the state that a stopped run ends with was not saved; None if it was."""

@@ -25,24 +25,26 @@ from raytrain_plus.controller.group.members import Members
 from raytrain_plus.controller.group.model_hand_over import Exporter, ModelHandOver
 from raytrain_plus.controller.group.monitor import Monitor, NodeWatch
 from raytrain_plus.controller.group.state_copies import Replication
-from raytrain_plus.controller.opening import open_run, record_of
+from raytrain_plus.controller.opening import beginning_of, open_run, record_of
 from raytrain_plus.controller.record.listeners import Listeners
 from raytrain_plus.controller.record.metrics import Metrics
 from raytrain_plus.controller.roster.partitions import Partitions
 from raytrain_plus.controller.roster.roster import Roster
 from raytrain_plus.controller.run import Run, merged
 from raytrain_plus.controller.run_order import Closing, RunOrder
-from raytrain_plus.controller.succession import Succession
+from raytrain_plus.controller.succession import Hopeless, Succession
 from raytrain_plus.errors import RaytrainError, RunError, StaleController
 from raytrain_plus.membership.group_state import Limits
 from raytrain_plus.observe.trackers.listened import Listened
 from raytrain_plus.observe.trackers.trackers import check_installed
-from raytrain_plus.runs.folder import check_writable, claimed_by
+from raytrain_plus.runs.folder import Fence, check_writable, claimed_by
 from raytrain_plus.storage.address import split
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.probe import Probe, leave_probe
 
+PAUSED_S = 3.0
+"""Seconds between two looks at the clock from which on the process may have been stopped."""
 HALT_S = 5.0
 """Maximum seconds until what the controller does at a moment is done."""
 
@@ -69,6 +71,8 @@ class Engine:
         self._stale = False
         """Whether a worker has refused this controller, because it obeys another one."""
         self._order, self._clock, self._host = order, clock, host
+        self._turned = clock.now()
+        """When it last looked at the clock."""
         self._workers, self._nodes, self._metrics = workers, nodes, metrics
         self.run_folder = folder = Claimed(open_folder(order.plan.folder))
         self.loop = loop = EventLoop(workers, clock)
@@ -141,10 +145,30 @@ class Engine:
                 return self.closing
             except Exception as failure:
                 self._stale = isinstance(failure, StaleController)
+                if succession is not None and not self.journal.opened and not self._stale:
+                    self._take_up(succession.fence)
                 self._fail(failure)
                 raise
             finally:
                 self.close()
+
+    def give_up(self, left: Hopeless) -> Closing:
+        """End a run that cannot be taken over, and its workers; return how it ends. Its folder says that, too.
+
+        Raises `RunError` if that cannot be written.
+        """
+        try:
+            self._take_up(left.fence)
+            return Closing(result=self._ending.fail(str(left.error)), error=left.error)
+        finally:
+            self.close()
+
+    def _take_up(self, fence: Fence) -> None:
+        """Open the run's record only to end it."""
+        # If that is impossible, the reason to end the run is what counts.
+        with contextlib.suppress(RunError, OSError):
+            self.run_folder.hold(fence.claim)
+            self.record.take_up(fence, beginning_of(self._order, self._host))
 
     def begin(self, probe: Probe | None) -> None:
         """Start the first workers. Those on nodes that come later check the `probe` too."""
@@ -167,6 +191,10 @@ class Engine:
 
     def turn(self, wait_s: float) -> None:
         """Handle all that is in the inbox, wait up to `wait_s` if that is nothing, and look at the clock once."""
+        if self._clock.now() - self._turned > PAUSED_S:
+            # This process was stopped, and may have been replaced: look before anything is told.
+            with contextlib.suppress(OSError):
+                self.journal.check_fence()
         while self.closing is None and self.loop.hear(wait_s):
             wait_s = 0
             self._hand_over.look()
@@ -180,6 +208,7 @@ class Engine:
         self.loop.fire(now)
         self._monitor.look(now)
         self._hand_over.look()
+        self._turned = self._clock.now()
 
     def close(self) -> None:
         """Stop everything that still runs."""

@@ -65,13 +65,15 @@ _OPTIONAL = {
     "resumed": frozenset({"fresh_rates"}),
     "run_finished": frozenset({"saved_step", "unsaved"}),
     "requested": frozenset({"minimum", "maximum", "spares"}),
+    "controller_started": frozenset({"claim"}),
 }
 """Optional fields of a kind. The cause of a view is what broke the worlds before it, if anything did.
 
 `rows_skipped`: the number of rows that were left out because they cannot be used. `lr`: the learning rate with which
 the step was made; a list if the optimizer has several parameter groups. `gpus`: readings of the members' GPUs, as
 `gpu_use.GpuUse`, in one step every half a minute or so. `fresh_rates`: the optimizer's settings are those that the task
-makes, not those of the checkpoint. A request is to `stop` or to `rescale`, to these numbers of workers.
+makes, not those of the checkpoint. A request is to `stop` or to `rescale`, to these numbers of workers. `claim`: the
+number of the controller's claim, in `claims/`.
 """
 _LATER = {"step_committed": frozenset({"grad_norm"}), "view_formed": frozenset({"moved_bytes"})}
 """Fields that are missing in the events of older versions."""
@@ -106,6 +108,7 @@ _SHAPES: dict[str, has.JsonShape] = {
     "members": has.list_of(lambda member: _MEMBER(_renamed(member))),
     "spares": lambda value: (has.list_of(has.text) if isinstance(value, list) else has.whole(0))(value),
     "adopted": has.list_of(has.text),
+    "claim": has.whole(1),
     "what": has.text,
     "minimum": has.whole(0),
     "maximum": has.whole(0),

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -247,11 +247,12 @@ class Fence:
         Raises `InputError` if another controller has claimed the run since.
         """
         self._run = run
-        self._number = earlier + 1
+        self.number = earlier + 1
+        """The number of its claim."""
         who = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time(), "token": secrets.token_hex(8)}
         who["controller"] = controller
         alone = run.exclusive and keeps_others_out(run.inside(CLAIMS))
-        self.claim = Claim(_claim_of(self._number), json.dumps({**who, "exclusive": alone}).encode())
+        self.claim = Claim(_claim_of(self.number), json.dumps({**who, "exclusive": alone}).encode())
         if not run.create(self.claim.name, self.claim.content):
             raise InputError(
                 f"another run with this name has started in the meantime ({self._holder()})",
@@ -266,7 +267,7 @@ class Fence:
         Raises `OSError` if the storage fails.
         """
         newest = claims_of(self._run)
-        if newest == self._number and self._run.read(self.claim.name) == self.claim.content:
+        if newest == self.number and self._run.read(self.claim.name) == self.claim.content:
             return None
         return self._holder()
 
@@ -309,10 +310,25 @@ def claims_of(run: Folder) -> int:
 
 def claimed_by(run: Folder) -> str:
     """Return the name of the newest controller that has claimed the run, dead or alive; empty if none has."""
+    return claimant(run, claims_of(run)).controller
+
+
+class Claimant(NamedTuple):
+    """The process that has created a claim."""
+
+    controller: str = ""
+    """The name of its actor; empty if that is not known. So are the others, then."""
+    host: str = ""
+    pid: int = 0
+
+
+def claimant(run: Folder, number: int) -> Claimant:
+    """Return who has created the claim of that number."""
     try:
-        return str(read_object(run, _claim_of(claims_of(run)), "").get("controller", ""))
+        claim = read_object(run, _claim_of(number), "", _CLAIM)
     except (FileNotFoundError, InputError):
-        return ""
+        return Claimant()
+    return Claimant(str(claim.get("controller", "")), claim["host"], claim["pid"])
 
 
 def single_writer(run: Folder) -> bool:

@@ -90,6 +90,8 @@ class Past:
     """The names of the checkpoints that a `checkpoint_saved` of this start names."""
     started: int = 0
     """How many `controller_started` events of this start no step has followed."""
+    claimed: int = 0
+    """The number of the claim of the newest controller in the events of this start; 0 if none says it."""
     over: str = ""
     """The status of the `run_finished` of this start; empty without one."""
     named: int = -1
@@ -157,7 +159,7 @@ class _Start:
 
     def __init__(self, behind: int, stall_s: float) -> None:
         self.behind, self.stall_s = behind, stall_s
-        self.told = self.started = self.first_step = 0
+        self.told = self.started = self.first_step = self.claimed = 0
         self.formed = self.named = self.again_to = -1
         self.requested: list[RunEvent] = []
         self.saved: set[str] = set()
@@ -179,6 +181,7 @@ class _Start:
             self.lost[event["worker"]] = event["cause"]
         elif kind == "controller_started":
             self.started += 1
+            self.claimed = event.get("claim", 0)
         elif kind == "requested":
             self.requested.append(event)
         elif kind == "checkpoint_saved":
@@ -299,6 +302,7 @@ class _History:
             formed=start.formed,
             saved=frozenset(start.saved),
             started=start.started,
+            claimed=start.claimed,
             lost=start.lost,
             over=start.over,
             named=start.named,

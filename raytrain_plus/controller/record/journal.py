@@ -78,6 +78,8 @@ class Journal:
         )
         self._outlets = Outlets(run, clock, self._ownership, self.outages, self._followed, gauges)
         self._renewing: Future[None] | None = None
+        self._claim = 0
+        """The number of this controller's claim."""
 
     def open(
         self,
@@ -97,7 +99,8 @@ class Journal:
         run.write(DATASET, [json.dumps(beginning.dataset, indent=1).encode() + b"\n"])
         job, versions = beginning.job_yaml, dict(beginning.versions)
         started = {"job": job, "versions": versions, "address": beginning.address}
-        controller = _this_controller(beginning.node, [])
+        self._claim = fence.number
+        controller = self._this_controller(beginning.node, [])
         self._outlets.open(self._numbers.now, started, controller, evaluated, listeners, self._before_entries)
 
     def adopt(
@@ -111,12 +114,16 @@ class Journal:
     ) -> None:
         """Continue what another controller of this run has written: see `Outlets.adopt`, for the others `open`."""
         self._ownership.begin(fence, beginning.address, beginning.controller)
-        number = self._numbers.now
+        number, self._claim = self._numbers.now, fence.number
         self._outlets.adopt(number, past.behind, past.told, kept, evaluated, listeners, self._before_entries)
 
     def adopted(self, node: str, workers: Sequence[str]) -> None:
         """Record that this controller on this node has adopted these members."""
-        self.tell("controller_started", **_this_controller(node, workers))
+        self.tell("controller_started", **self._this_controller(node, workers))
+
+    def _this_controller(self, node: str, adopted: Sequence[str]) -> dict[str, Any]:
+        """Return the fields of a `controller_started`."""
+        return {"pid": os.getpid(), "node": node, "adopted": list(adopted), "claim": self._claim}
 
     @property
     def generation(self) -> int:
@@ -291,8 +298,3 @@ class Journal:
             self._ownership.release()
         except (OSError, FolderGone) as error:
             log.warning("the run's lease cannot be released; it expires by itself: %s", error)
-
-
-def _this_controller(node: str, adopted: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of a `controller_started`."""
-    return {"pid": os.getpid(), "node": node, "adopted": list(adopted)}

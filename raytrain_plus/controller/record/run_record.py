@@ -131,6 +131,15 @@ class RunRecord:
             self.report(member, lacks.further.get(member, ()))
         self.journal.adopted(beginning.node, adopted)
 
+    def take_up(self, fence: Fence, beginning: Beginning) -> None:
+        """Open the record of a dead controller only to end the run: what it lacks stays missing."""
+        past = self._past
+        self.numbers.now = max(past.generation, 0)
+        self._totals.adopt(past.sums, past.committed, self.samples)
+        self.reports.noted, self._over = past.noted, past.over
+        newest = past.recorded, past.committed
+        self.journal.adopt(fence, beginning, past, (newest, newest), lambda: self.history, None)
+
     def _went_back(self, charter: Charter) -> None:
         """Record that the group went back when it formed this generation: the dead controller could not write it."""
         past, step = self._past, charter.first_step - 1

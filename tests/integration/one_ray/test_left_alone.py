@@ -41,6 +41,8 @@ def exact(tmp_path: Path, layout: str, **changes: Any) -> Job:
     settings: dict[str, Any] = {
         "reduction": "exact",
         "steps": STEPS,
+        # Processes start slowly on a machine that does much else.
+        "elastic": Elastic(wait_s=120),
         "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=4),
         "evaluate": Evaluate(path=str(data), every_steps=25),
         "args": args,
@@ -141,7 +143,7 @@ def controllers() -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_controller_that_comes_too_late_goes_on_by_itself(tmp_path: Path, whole: Callable[[str], Result]) -> None:
-    one = replace(exact(tmp_path, "two workers", pad_s=0.03), elastic=Elastic(wait_s=5))
+    one = replace(exact(tmp_path, "two workers", pad_s=0.03), elastic=Elastic(wait_s=30))
     folder = begun(one)
     stopped: set[int] = set()
 
@@ -153,7 +155,7 @@ def test_a_controller_that_comes_too_late_goes_on_by_itself(tmp_path: Path, whol
                 process.suspend()
         return len(folder.files(LEFT)) == 2 and not places()
 
-    until(left, "both workers write what they leave, and end", 120)
+    until(left, "both workers write what they leave, and end", 150)
     last = last_of(folder)
     for process in controllers():
         process.resume()

@@ -38,7 +38,7 @@ from tests.unit.workers.members import CHARTER, Controller, Feeds, assigned, in_
 
 @pytest.fixture(autouse=True)
 def reports_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: None))
+    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: -1))
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, BaseException])
@@ -339,8 +339,6 @@ def test_a_new_controller_need_not_know_where_the_members_listen(
 
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claimed: str = "run/1") -> tuple[Worker, threading.Thread]:
     """Return a worker that trains without a controller, once it has made some steps, and its call."""
-    # Nothing is durable.
-    monkeypatch.setattr(reporter, "ray", SimpleNamespace(get=lambda reference, timeout: -1))
     reached = threading.Event()
     worker = worker_of(member(tmp_path, steps=100_000, feeds=Feeds(lambda step: reached.set() if step == 5 else None)))
     at = WorkerLocation(worker="worker-0", pid=5, node="n", address="127.0.0.1")
