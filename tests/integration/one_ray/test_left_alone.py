@@ -143,7 +143,7 @@ def controllers() -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_a_controller_that_comes_too_late_goes_on_by_itself(tmp_path: Path, whole: Callable[[str], Result]) -> None:
-    one = replace(exact(tmp_path, "two workers", pad_s=0.03), elastic=Elastic(wait_s=30))
+    one = replace(exact(tmp_path, "two workers", pad_s=0.2), elastic=Elastic(wait_s=30))
     folder = begun(one)
     stopped: set[int] = set()
 
