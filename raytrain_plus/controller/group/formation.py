@@ -201,9 +201,11 @@ class Formation:
         self.loop.later(STANDBY_S if view.generation else FIRST_STANDBY_S, partial(self._stand_by, view))
 
     def _stand_by(self, view: View) -> None:
-        """Keep standbys for the members of a view, if it is still the current one."""
+        """Keep standbys for the members of a view that live, if it is still the current one."""
         if self._now is not None and self._now.view is view:
-            self.loop.stand_by({member.worker: self.roster.node(member.worker) for member in view.members})
+            # A controller that has adopted the group never met those that had died before.
+            names = (one.worker for one in view.members if one.worker in self.machine.group.workers)
+            self.loop.stand_by({name: self.roster.node(name) for name in names})
 
     def cancel(self) -> None:
         """Tell members that wait for others that these will not come."""

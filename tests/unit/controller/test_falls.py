@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+from raytrain_plus import Parallel
 from raytrain_plus.controller import succession
 from raytrain_plus.controller.checkpoints.restoring import Restoring
 from raytrain_plus.controller.event_loop import EventLoop
+from raytrain_plus.controller.group.formation import FIRST_STANDBY_S
 from raytrain_plus.controller.record.run_record import RunRecord
 from raytrain_plus.controller.succession import survivor_of
 from tests.unit.controller.ends import Accused, case_of, expected_of
+from tests.unit.controller.fakes import job_of
 from tests.unit.controller.falls import Falls
 
 
@@ -90,3 +93,31 @@ def test_a_break_of_the_code_is_found(
     broken(monkeypatch)
     with pytest.raises(AssertionError):
         run_to_its_end(tmp_path, seed)
+
+
+class LateReplacement(Falls):
+    """A member dies together with the first controller, and whoever replaces it comes up late."""
+
+    until = 0.0
+
+    def moves(self) -> Iterator[tuple[float, str, Callable[[], None]]]:
+        for weight, what, act in super().moves():
+            if what == "the controller dies":
+                if self.engine.record.committed >= 1:
+                    yield 1e9, what, act
+            elif self.time.now >= self.until or not what.endswith("arrives"):
+                yield weight, what, act
+
+    def fall(self) -> None:
+        self.until = self.time.now + 2 * FIRST_STANDBY_S
+        self.kill(next(iter(self.processes)), turn=False)
+        super().fall()
+
+
+def test_standbys_are_kept_for_those_who_live_when_a_controller_takes_over(tmp_path: Path) -> None:
+    job = job_of(2, 2, steps=6, parallel=Parallel(sharded="optimizer"))
+    run = LateReplacement(tmp_path / "run", job, Random(1), lambda _: 0.0, 1, 0, (), True)
+    run.falls = 1
+    run.check_end(run.walk(), expected_of(job, 6, lambda _: 0.0))
+    assert run.fallen == 1
+    assert run.workers.stood_by.keys() == {"worker-1"}
