@@ -220,6 +220,8 @@ WALKS = {
                 r"of the reduction is hidden",
             ),
             Step("python -m tests.benchmarks.slices --ranks 2", r"steps/s of ours to torch.s"),
+            Step("python -m tests.benchmarks.experts pace", r"steps/s of ours to "),
+            Step("python -m tests.benchmarks.experts curves", r"sparse below dense by"),
             Step("python -m tests.benchmarks.replacement", r"of 4: median"),
         ),
     ),

@@ -24,6 +24,8 @@ SHORTER = {
     "-m tests.benchmarks.proof": "--rounds 1",
     "-m tests.benchmarks.checkpoints": "--rounds 1 --gigabytes 0.05",
     "-m tests.benchmarks.pipeline": "--rounds 1 --pad 0.002",
+    "-m tests.benchmarks.experts pace": "--rounds 1 --width 64 --depth 1",
+    "-m tests.benchmarks.experts curves": "--seeds 1 --steps 8",
     "-m tests.benchmarks.replacement": "--workers 4 --kills 1",
     "-m tests.benchmarks.conversion": "--gb 0.01 --rounds 1",
     "-m tests.benchmarks.images": "--images 100 --rounds 1",
