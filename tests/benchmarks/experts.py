@@ -316,7 +316,7 @@ def curve(folder: Path, name: str, count: int, seed: int, options: argparse.Name
     result = run(job)
     if result.status != "finished":
         raise RuntimeError(f"{name} ended as {result.status}")
-    events, _ = read_events(LocalFolder(folder / "runs" / name))
+    events = read_events(LocalFolder(folder / "runs" / name))
     return {one["step"]: one["metrics"]["loss"] for one in events if one["kind"] == "evaluated"}
 
 
