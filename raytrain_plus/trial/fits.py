@@ -11,13 +11,14 @@ import torch
 from raytrain_plus.errors import InputError
 from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.job.settings import Job
+from raytrain_plus.parallel.per_row import PerRow
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.sizing import most_workers
+from raytrain_plus.parallel.state_bytes import StateSize
 from raytrain_plus.storage.size_text import size_text
 from raytrain_plus.task import Task
-from raytrain_plus.trial.footprint import Footprint
 from raytrain_plus.trial.memory_limits import held_memory
-from raytrain_plus.trial.state_size import StateSize, count_state
+from raytrain_plus.trial.state_size import count_state
 
 
 def fitting_state(job: Job, task: Task, device: torch.device, room: int) -> StateSize | None:
@@ -101,7 +102,7 @@ def check_layers_fit(
     )
 
 
-def check_fits(job: Job, footprint: Footprint, rows: int, room: int) -> None:
+def check_fits(job: Job, footprint: PerRow, rows: int, room: int) -> None:
     """Raise `InputError` if a step with microbatches of `rows` rows needs more than `room` bytes of memory."""
     need = footprint.at(rows)
     if not room or need <= room:

@@ -1,20 +1,17 @@
 """Count how many bytes a job's training state takes on a worker, before any of it is built.
 
-The model is built without values, and the optimizer is asked with small copies of the weights what it keeps. The parts
-and their shares are those of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020, figure 1), with each row on `holders` workers.
+The model is built without values, and the optimizer is asked with small copies of the weights what it keeps.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import replace
+
+from torch import nn
 
 from raytrain_plus.errors import TaskError
-from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.job.settings import Job
-from raytrain_plus.parallel.sizing import share_of
+from raytrain_plus.parallel.state_bytes import NO_STATE, StateSize
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.given_weights import fits
 from raytrain_plus.training.model.model import layer_names, model_without_values
@@ -22,52 +19,8 @@ from raytrain_plus.training.model.rebuilt import patterns_of
 from raytrain_plus.training.weights.masters import copy_bytes
 from raytrain_plus.training.weights.shardable import optimizer_bytes
 
-LAYERS_AT_ONCE = 2
-"""Layers whose weights, or gradients, exist together where they are gathered: while one computes, the next arrives."""
 EXACT_BYTES = 8
 """Bytes of a value's exact sum, beside its gradient."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StateSize:
-    """The bytes of the parts of a whole training state."""
-
-    weights: int
-    """Trained weights, as the model computes with them."""
-    frozen: int
-    changed: int
-    """Trained weights, as the optimizer changes them."""
-    masters: int
-    """Those of them that the model has copies of."""
-    gradients: int
-    """Sums of gradients."""
-    kept: int
-    """The optimizer's state, and the averages of the weights."""
-    saved: int
-    """What the workers write of it into a checkpoint, which each copies its share of first."""
-    largest: int
-    """The weights and gradients of the largest layer; of the whole model if it has no layers."""
-    layered: bool
-    """Whether the model declares its layers."""
-
-    def needed(self, sharded: Sharded, share: Fraction, *, offloaded: bool = False, apart: bool = False) -> int:
-        """Return the bytes on each worker that has this share of what is sharded.
-
-        `apart`: whether the host's memory, to which the optimizer is offloaded, is not the one that is counted.
-        """
-        # Rows that the optimizer changes in memory of their own come with copies of their gradients.
-        masters = self.changed if offloaded or sharded == "full" else self.masters
-        copies = self.changed if offloaded or sharded == "full" else 0
-        rows = 0 if offloaded and apart else masters + copies + self.kept
-        if sharded == "full":
-            return self.frozen + LAYERS_AT_ONCE * self.largest + int(share * rows)
-        return self.frozen + self.weights + self.gradients + int(share * rows)
-
-    def of(self, job: Job, workers: int, *, apart: bool = False) -> int:
-        """Return the bytes on each of `workers` workers of the job, with its copy for checkpoints: see `needed`."""
-        parallel, offloaded = job.parallel, job.offload == "optimizer"
-        state = self.needed(parallel.sharded, share_of(parallel, workers), offloaded=offloaded, apart=apart)
-        return state if apart else state + self.saved // workers
 
 
 def count_state(job: Job, task: Task) -> StateSize | None:
@@ -75,36 +28,47 @@ def count_state(job: Job, task: Task) -> StateSize | None:
 
     `task`: used for nothing else.
     """
+    found = count_parts(job, task)
+    if found is None:
+        return None
+    whole = sum(found.values(), NO_STATE)
+    return whole if whole.layered else replace(whole, largest=whole.weights + whole.gradients)
+
+
+def count_parts(job: Job, task: Task) -> dict[str, StateSize] | None:
+    """Return the size of the state of each layer of the job's model, or of each module of one that has no layers.
+
+    None if the model cannot be built without values. `task`: used for nothing else.
+    """
     model = model_without_values(task)
     if model is None:
         return None
     named = list(model.named_parameters())
-    exact = EXACT_BYTES if job.reduction == "exact" else 0
-    weights = frozen = changed = masters = gradients = rebuilt = 0
-    patterns = patterns_of(task)
-    layers = defaultdict[str, int](int)
+    kept, patterns = optimizer_bytes(task, named, model), patterns_of(task)
+    nothing = replace(NO_STATE, layered=_has_layers(task, job.seed))
+    found = dict.fromkeys(dict(model.named_children()), nothing)
     for name, value in named:
-        if not value.requires_grad:
-            frozen += value.nbytes
-            rebuilt += value.nbytes if fits(name, patterns) else 0
-            continue
-        own = copy_bytes(value) if job.precision == "bf16-params" else value.nbytes
-        summed = value.numel() * exact + value.nbytes
-        weights, changed, gradients = weights + own, changed + value.nbytes, gradients + summed
-        masters += value.nbytes if own < value.nbytes else 0
-        layers[name.partition(".")[0]] += own + summed
-    layered = _has_layers(task, job.seed)
-    kept = optimizer_bytes(task, named, model) + (changed if job.ema is not None else 0)
-    return StateSize(
-        weights=weights,
-        frozen=frozen,
-        changed=changed,
-        masters=masters,
-        gradients=gradients,
+        layer = name.partition(".")[0]
+        size = _size_of(job, value, kept.get(name, 0), rebuilt=fits(name, patterns))
+        found[layer] = found.get(layer, nothing) + size
+    return {layer: replace(size, largest=size.weights + size.gradients) for layer, size in found.items()}
+
+
+def _size_of(job: Job, value: nn.Parameter, kept: int, *, rebuilt: bool) -> StateSize:
+    """Return the size of the state of one weight, of which the optimizer keeps `kept` bytes."""
+    if not value.requires_grad:
+        return replace(NO_STATE, frozen=value.nbytes, saved=0 if rebuilt else value.nbytes)
+    exact = EXACT_BYTES if job.reduction == "exact" else 0
+    own = copy_bytes(value) if job.precision == "bf16-params" else value.nbytes
+    kept += value.nbytes if job.ema is not None else 0
+    return replace(
+        NO_STATE,
+        weights=own,
+        changed=value.nbytes,
+        masters=value.nbytes if own < value.nbytes else 0,
+        gradients=value.numel() * exact + value.nbytes,
         kept=kept,
-        saved=frozen - rebuilt + changed + kept,
-        largest=max(layers.values()) if layered else weights + gradients,
-        layered=layered,
+        saved=value.nbytes + kept,
     )
 
 

@@ -34,11 +34,13 @@ from raytrain_plus.job.task_loader import (
     trim_traceback,
     users_frames,
 )
+from raytrain_plus.parallel.per_row import PerRow
 from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.message import classes_of
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.sizing import most_workers, share_of
+from raytrain_plus.parallel.state_bytes import StateSize
 from raytrain_plus.parallel.wire import gradient_dtype
 from raytrain_plus.session.session_task import declared_in
 from raytrain_plus.state.holding import MEAN_LOSS, NEW_RULES, NOTHING_ADDED
@@ -64,13 +66,12 @@ from raytrain_plus.training.weights.optimizer import build_optimizer, check_own_
 from raytrain_plus.training.weights.scheduler import build_scheduler
 from raytrain_plus.training.weights.step_options import Technique, technique_of
 from raytrain_plus.trial.fits import check_fits, check_layers_fit, fitting_state
-from raytrain_plus.trial.footprint import Footprint, measure_footprint
+from raytrain_plus.trial.footprint import measure_footprint
 from raytrain_plus.trial.measure import Alone, alone_loss, backward, each_layer, forward, measure_layers
 from raytrain_plus.trial.memory_limits import held_memory, total_memory
 from raytrain_plus.trial.mistakes import NO_MEMORY, Described, advice_for, breaks_in_words, check_best
 from raytrain_plus.trial.shard_cost import ShardCost, measure_shard_cost
 from raytrain_plus.trial.slice_check import check_slices
-from raytrain_plus.trial.state_size import StateSize
 
 SMALL, LARGE = 2, 4
 """Rows of the two forward passes from which the memory of larger ones is extrapolated; BatchNorm needs two rows."""
@@ -535,7 +536,7 @@ def _speaker(task: Task, error: BaseException) -> str:
 
 def _footprint(
     job: Job, task: Task, state: TrainState, rows: RowReader, device: torch.device, size: StateSize | None
-) -> tuple[Footprint, float] | None:
+) -> tuple[PerRow, float] | None:
     """Return what a step needs, and its expected seconds for each row; None if the task does not take so few rows."""
     seconds = 0.0
     # Without the size, two values for each weight that is changed here.

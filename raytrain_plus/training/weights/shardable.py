@@ -72,8 +72,10 @@ def divide(
         return _divided(task, copies, wholes, model)
 
 
-def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]], model: nn.Module | None = None) -> int:
-    """Return the bytes of the state that the task's optimizer keeps of whole parameters, after a few steps.
+def optimizer_bytes(
+    task: Task, named: Iterable[tuple[str, nn.Parameter]], model: nn.Module | None = None
+) -> dict[str, int]:
+    """Return the bytes of the state that the task's optimizer keeps of each whole parameter, after a few steps.
 
     `named`: the model's parameters, which may be without values. Errors of the optimizer propagate.
     """
@@ -84,12 +86,12 @@ def optimizer_bytes(task: Task, named: Iterable[tuple[str, nn.Parameter]], model
             name: _gradient(name, 0, torch.empty(shapes[name], dtype=one.dtype), 0) for name, one in trained.items()
         }
         _, state = _changed(task, {name: [value] for name, value in copies.items()}, model)
-        return sum(
-            _bytes_of(state[name]) // max(1, copies[name].numel()) * value.numel()
+        return {
+            name: _bytes_of(state[name]) // max(1, copies[name].numel()) * value.numel()
             if _by_rows(state[name], copies[name])
             else _whole_bytes(task, name, torch.zeros(value.shape, dtype=value.dtype), model)
             for name, value in trained.items()
-        )
+        }
 
 
 def _divided(

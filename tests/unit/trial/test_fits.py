@@ -13,8 +13,8 @@ import torch
 from raytrain_plus import Data, Job, Parallel, Task, Workers
 from raytrain_plus.errors import InputError
 from raytrain_plus.parallel.pipeline.partition import Layer
+from raytrain_plus.parallel.state_bytes import StateSize
 from raytrain_plus.trial.fits import check_layers_fit, check_state_fits
-from raytrain_plus.trial.state_size import StateSize
 
 GB = 10**9
 ADAM = StateSize(weights=4 * GB, frozen=0, changed=4 * GB, masters=0, gradients=4 * GB, kept=8 * GB, saved=0,

@@ -14,11 +14,12 @@ from torch import nn
 from raytrain_plus import Data, Ema, Job, Parallel, Workers
 from raytrain_plus.collective.solo import SoloWorld
 from raytrain_plus.parallel.sizing import share_of
+from raytrain_plus.parallel.state_bytes import StateSize
 from raytrain_plus.state.hostcopy import HostMemory
 from raytrain_plus.task import RunFacts, Task
 from raytrain_plus.training.step.build import build_state, own_share, whole_steps
 from raytrain_plus.training.update.train_state import TrainState
-from raytrain_plus.trial.state_size import StateSize, count_state
+from raytrain_plus.trial.state_size import count_state
 from tests.unit.training.group import context
 from tests.unit.training.sharded import Layered, batches
 

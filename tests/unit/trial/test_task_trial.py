@@ -39,11 +39,11 @@ from raytrain_plus import (
 from raytrain_plus.data.of_job import held_out_rows_of, rows_of
 from raytrain_plus.data.sources.parquet_source import parquet_source
 from raytrain_plus.errors import InputError, TaskError
+from raytrain_plus.parallel.per_row import PerRow
 from raytrain_plus.training.model.model import model_to_load
 from raytrain_plus.training.step.build import build_state
 from raytrain_plus.trial import task_trial
 from raytrain_plus.trial.fits import check_fits
-from raytrain_plus.trial.footprint import Footprint
 from raytrain_plus.trial.task_trial import Trial, check_alike, try_on_cpu, try_whole
 
 ROWS, WIDTH = 64, 6
@@ -344,7 +344,7 @@ def test_a_microbatch_that_does_not_fit_says_what_to_change(tmp_path: Path) -> N
     assert "use a larger machine, or a smaller model" in str(caught.value)
     wished = replace(job(tmp_path), data=Data(path="data", batch_size=4800, shards=4))
     with pytest.raises(InputError) as caught:
-        check_fits(wished, Footprint(100.0, 10.0), 1200, 1100)
+        check_fits(wished, PerRow(100.0, 10.0), 1200, 1100)
     assert "expected: at most 100 rows in a microbatch" in str(caught.value)
     assert "set parallel.microbatches to 12, data.shards to at least 48, or data.batch_size to at most 400" in str(
         caught.value
