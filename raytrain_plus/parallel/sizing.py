@@ -143,15 +143,20 @@ def _fault(job: Job, stages: int, most: int, layers: Sequence[str] | None) -> In
             expected="at least one layer per stage, or two with interleaved and zero-bubble",
             remedy="declare smaller layers in the task's layers(), or use fewer stages",
         )
-    for replicas in range(1, max(1, min(most // stages, shards)) + 1):
-        for hosted in {shards // replicas, -(-shards // replicas)}:
-            if problem := schedule_fault(
-                schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together
-            ):
-                return InputError(
-                    f"{problem}: with {replicas} replica{'s' * (replicas != 1)}, one hosts {hosted} of the {shards} "
-                    "shards",
-                    where="parallel.microbatches",
-                    remedy="raise parallel.microbatches, lower workers.max or parallel.pipeline, or use gpipe",
-                )
+    faults = (replicas_fault(job, stages, count) for count in range(1, max(1, min(most // stages, shards)) + 1))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def replicas_fault(job: Job, stages: int, replicas: int) -> InputError | None:
+    """Return why the job's schedule cannot run in so many replicas of `stages` stages, or None."""
+    schedule, shards = job.parallel.schedule, job.data.shards
+    for hosted in {shards // replicas, -(-shards // replicas)}:
+        if problem := schedule_fault(
+            schedule, stages, hosted * job.parallel.microbatches * job.parallel.steps_together
+        ):
+            return InputError(
+                f"{problem}: with {replicas} replica{'s' * (replicas != 1)}, one hosts {hosted} of the {shards} shards",
+                where="parallel.microbatches",
+                remedy="raise parallel.microbatches, lower workers.max or parallel.pipeline, or use gpipe",
+            )
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from raytrain_plus.job.setting_types import Sharded
 from raytrain_plus.job.settings import Job
@@ -40,18 +41,29 @@ class StateSize:
     layered: bool
     """Whether the model declares its layers."""
 
-    def needed(self, sharded: Sharded, share: Fraction, *, offloaded: bool = False, apart: bool = False) -> int:
-        """Return the bytes on each worker that has this share of what is sharded.
+    def held(
+        self, sharded: Sharded, share: Fraction, *, offloaded: bool = False, apart: bool = False
+    ) -> dict[str, int]:
+        """Return the bytes on each worker that has this share of what is sharded, by kind.
 
         `apart`: whether the host's memory, to which the optimizer is offloaded, is not the one that is counted.
         """
         # Rows that the optimizer changes in memory of their own come with copies of their gradients.
-        masters = self.changed if offloaded or sharded == "full" else self.masters
-        copies = self.changed if offloaded or sharded == "full" else 0
-        rows = 0 if offloaded and apart else masters + copies + self.kept
-        if sharded == "full":
-            return self.frozen + LAYERS_AT_ONCE * self.largest + int(share * rows)
-        return self.frozen + self.weights + self.gradients + int(share * rows)
+        own_rows = offloaded or sharded == "full"
+        rows = 0 if offloaded and apart else share
+        masters = int(rows * (self.changed if own_rows else self.masters))
+        copies = int(rows * self.changed) if own_rows else 0
+        whole = (LAYERS_AT_ONCE * self.largest, 0) if sharded == "full" else (self.weights, self.gradients)
+        return {
+            "weights": self.frozen + whole[0],
+            "gradients": whole[1] + copies,
+            "masters": masters,
+            "optimizer": int(rows * self.kept),
+        }
+
+    def needed(self, sharded: Sharded, share: Fraction, *, offloaded: bool = False, apart: bool = False) -> int:
+        """Return the sum of `held`."""
+        return sum(self.held(sharded, share, offloaded=offloaded, apart=apart).values())
 
     def of(self, job: Job, workers: int, *, apart: bool = False) -> int:
         """Return the bytes on each of `workers` workers of the job, with its copy for checkpoints: see `needed`."""
@@ -66,7 +78,8 @@ class StateSize:
 
     def times(self, share: Fraction) -> StateSize:
         """Return the parts of this share of each weight."""
-        return replace(self, **{name: int(share * getattr(self, name)) for name in (*_SUMMED, "largest")})
+        parts: dict[str, Any] = {name: int(share * getattr(self, name)) for name in (*_SUMMED, "largest")}
+        return replace(self, **parts)
 
 
 NO_STATE = StateSize(weights=0, frozen=0, changed=0, masters=0, gradients=0, kept=0, saved=0, largest=0, layered=True)

@@ -58,7 +58,7 @@ def partition_within_memory(
     """
     # pipedream keeps one more version of the weights, which are a quarter of a layer's state.
     quarters = 5 if schedule == "pipedream" else 4
-    in_flight = _open(schedule, stages, microbatches)
+    in_flight = most_in_flight(schedule, stages, microbatches)
     whole = [replace(layer, bytes=layer.bytes * quarters // 4 + in_flight * layer.activations) for layer in layers]
     fixed = first_layers is not None or result_depends_on_partition(schedule)
     if not fixed and (found := partition_layers(whole, schedule, stages, room)):
@@ -103,7 +103,7 @@ def hosting_slices(layers: Sequence[Layer], ranks: int) -> list[Layer]:
     ]
 
 
-def _open(schedule: Schedule, stages: int, microbatches: int) -> int:
+def most_in_flight(schedule: Schedule, stages: int, microbatches: int) -> int:
     """Return the most microbatches whose activations a chunk holds at once."""
     if stages == 1:
         return 1

@@ -103,14 +103,17 @@ def _cheapest(
 ) -> tuple[float, tuple[LayerSpan, ...]]:
     """Return the partition with the least cost, `joined` over its stages, and that cost."""
     # For the first `last` layers: (the cost, the first layer of the last stage).
-    none = (math.inf, -1)
+    none = (math.inf, count)
     table: list[list[tuple[float, int]]] = [[(0.0, 0), *([none] * count)]]
     for number in range(1, stages + 1):
         row = [none] * (count + 1)
         for last in range(number, count - (stages - number) + 1):
-            row[last] = min(
-                (joined(table[-1][first][0], cost(first, last)), first) for first in range(number - 1, last)
-            )
+            for first in range(last - 1, number - 2, -1):
+                alone = cost(first, last)
+                if alone > row[last][0]:
+                    # A stage with more layers costs even more.
+                    break
+                row[last] = min(row[last], (joined(table[-1][first][0], alone), first))
         table.append(row)
     spans: list[LayerSpan] = []
     last = count
