@@ -19,7 +19,19 @@ from raytrain_plus.membership.sizes import room_for
 from raytrain_plus.observe.run_progress import plural
 
 _EXPECTED = "a file for `ray up`, or a RayCluster or RayJob of KubeRay"
-_UNITS = {"m": 1e-3, "": 1.0}
+_UNITS = {
+    "m": 1e-3,
+    "": 1.0,
+    "k": 1e3,
+    "M": 1e6,
+    "G": 1e9,
+    "T": 1e12,
+    "Ki": 2.0**10,
+    "Mi": 2.0**20,
+    "Gi": 2.0**30,
+    "Ti": 2.0**40,
+}
+"""Kubernetes' suffixes of quantities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +299,8 @@ def _of_pod(group: Mapping[str, Any]) -> dict[str, float]:
     # Ray rounds CPUs up to whole numbers.
     cpus = float(-(-_number(asked.get("cpu", 0)) // 1)) if "num-cpus" not in params else float(params["num-cpus"])
     gpus = float(params.get("num-gpus", asked.get("nvidia.com/gpu", 0)))
-    return {"CPU": cpus, "GPU": gpus}
+    memory = {"memory": _number(asked["memory"])} if "memory" in asked else {}
+    return {"CPU": cpus, "GPU": gpus, **memory}
 
 
 def _number(quantity: object) -> float:

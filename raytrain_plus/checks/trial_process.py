@@ -44,6 +44,18 @@ class Trying(Protocol):
         """Return what the trial found. Raises `TaskError` for a mistake in the task, `InputError` for others."""
 
 
+class Tried(Protocol):
+    """What is done in a process of its own: the data is prepared, and then the task looked at."""
+
+    def __init__(self, job: Job, roots: Sequence[Path]) -> None: ...
+
+    def data(self) -> None:
+        """Prepare the data."""
+
+    def result(self) -> Any:
+        """Return what was found."""
+
+
 class TryingHere(Trying):
     """A trial in this process."""
 
@@ -84,10 +96,9 @@ class _TryingApart(Trying):
             self._prepared = True
 
     @override
-    def result(self) -> Trial:
+    def result(self) -> Any:
         self.data()
-        found: Trial = self._take(TRIAL_S, "the trial of the task")
-        return found
+        return self._take(TRIAL_S, "the trial of the task")
 
     def _take(self, limit_s: float, what: str) -> Any:
         try:
@@ -103,15 +114,15 @@ class _TryingApart(Trying):
 
 
 @contextmanager
-def trying_apart(job: Job, roots: Sequence[Path]) -> Iterator[Trying]:
+def trying_apart(job: Job, roots: Sequence[Path], kind: type[Tried] = TryingHere) -> Iterator[Trying]:
     """Start a trial in a process of its own, which ends with the context.
 
-    What the task prints goes to stderr.
+    What the task prints goes to stderr. `kind`: what is done there, whose result is that of the trial.
     """
     context = get_context("spawn")
     answers, ours = context.Pipe(duplex=False)
     # Not a daemon, because those may have no processes of their own, such as a pool that prepares data.
-    process = context.Process(target=_try, args=(ours, job, [str(root) for root in roots]), daemon=False)
+    process = context.Process(target=_try, args=(ours, job, [str(root) for root in roots], kind), daemon=False)
     process.start()
     ours.close()
     try:
@@ -131,7 +142,7 @@ def _end(process: Any) -> None:
     process.join(TIDY_S)
 
 
-def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
+def _try(answers: Connection, job: Job, roots: Sequence[str], kind: type[Tried]) -> None:
     """Make a trial and send what it found, or its error."""
     # In a session of its own: a terminal's Ctrl-C is for the process that waits for this one.
     os.setsid()
@@ -139,7 +150,7 @@ def _try(answers: Connection, job: Job, roots: Sequence[str]) -> None:
     # stdout belongs to the report.
     sys.stdout.flush()
     os.dup2(2, 1)
-    here = TryingHere(job, [Path(root) for root in roots])
+    here = kind(job, [Path(root) for root in roots])
     try:
         here.data()
         answers.send(None)

@@ -37,7 +37,7 @@ _EPILOG = "Exit codes: 0 success, 1 failure (or a fault was found), 2 invalid in
 
 _GROUPS = {
     "Begin": ("init", "new-job"),
-    "Run a job": ("validate", "data", "run", "submit", "resume", "stop", "rescale"),
+    "Run a job": ("validate", "plan", "data", "run", "submit", "resume", "stop", "rescale"),
     "Watch a run": ("attach", "logs", "status", "export"),
     "Prove a result": ("audit", "verify"),
     "Environment": ("doctor", "install-horovod"),
@@ -416,6 +416,32 @@ def validate(job: str, overrides: Sequence[str], cluster: str | None, no_run: bo
     if found is not None:
         document, lines = {**document, "cluster": found.to_json()}, [*lines, *found.lines()]
     return reported(document, lines, 0, as_json)
+
+
+@cli.command()
+@_job
+@_set
+@click.option("--cluster", help="File for `ray up` or KubeRay: plan for its machines. Default: this machine.")
+@click.option(
+    "--sizes", default="1..16", show_default=True, help="Numbers of workers: a range, or separated by commas."
+)
+@click.option("--memory", help="Memory of each worker, such as 80G. Default: what its machine has.")
+@json_option
+def plan(
+    job: str, overrides: Sequence[str], cluster: str | None, sizes: str, memory: str | None, as_json: bool
+) -> int | Answer:
+    """Show the fastest settings that fit, for each size. JOB: path of the job file.
+
+    The costs of the task's layers are measured on this machine. Only settings that do not change the result are chosen.
+    """
+    from raytrain_plus.job.yaml import load_job
+
+    loaded, roots = load_job(job, overrides)
+    from raytrain_plus.checks.planned import plan_job, read_memory, read_sizes
+
+    workers = read_sizes(sizes, loaded)
+    report = plan_job(loaded, roots, workers, cluster, None if memory is None else read_memory(memory))
+    return reported(report.to_json(), report.lines(), 0, as_json)
 
 
 @cli.command()

@@ -34,6 +34,8 @@ HOST_PER_S = 10e9
 """Bytes per second between a GPU and its host, in pinned memory over PCIe, about; and of an optimizer on the host."""
 SLICED_SUMS = 4
 """Sums over the workers that share a layer's slices: two in its forward and two in its backward pass."""
+MESSAGE_S = 0.0005
+"""Seconds that a worker computes to send or take a message between stages, about."""
 COPIES = 4
 """Copies of a state that only one replica holds: at most two of a worker's own, and two of another's."""
 ROUNDING = 1e-6
@@ -201,7 +203,7 @@ class CostModel:
         least = max(
             whole.seconds * _least_span(schedule, stages, count) if laid_out else 0.0,
             count * slowest if laid_out else self._filled_s(choice, whole.seconds, slowest),
-            self._shared_s(shape, whole.seconds),
+            self._shared_s(choice, whole.seconds),
         )
         sums = self._exchange_s(choice, whole.state.changed / stages, whole.state.weights / stages) * crowd
         if self._hides_sums(shape):
@@ -374,13 +376,24 @@ class CostModel:
             return count
         return most_in_flight(choice.settings.schedule, choice.shape.stages, count)
 
-    def _shared_s(self, shape: Shape, replica_s: float) -> float:
+    def _shared_s(self, choice: Choice, replica_s: float) -> float:
         """Return the seconds of all passes if workers of a machine share its cores evenly.
 
         `replica_s`: those of a microbatch through all stages, on one of the workers that share slices.
         """
+        shape = choice.shape
         passes = self.job.data.shards * self.job.parallel.microbatches
-        return passes * replica_s / (shape.replicas * shape.stages) * self.crowd(shape.size)
+        sent_s = 2 * self._crossings(choice) * self._message_s
+        return passes * (replica_s + sent_s) / (shape.replicas * shape.stages) * self.crowd(shape.size)
+
+    def _crossings(self, choice: Choice) -> int:
+        """Return how often a microbatch passes from one stage to another, in its forward pass."""
+        return len(chunk_stages(choice.settings.schedule, choice.shape.stages)) - 1
+
+    @property
+    def _message_s(self) -> float:
+        """Seconds of a message between stages."""
+        return MESSAGE_S + self.profile.link.seconds(max(layer.sent.at(self.rows) for layer in self.profile.layers))
 
     def _time(self, choice: Choice, stages: Sequence[_Stage], partition: tuple[Chunks, ...]) -> StepTime:
         shape, count = choice.shape, self.microbatches(choice.shape)
@@ -389,7 +402,7 @@ class CostModel:
         span = count * slowest
         if len(stages) > 1:
             span = self._span(choice, partition, slowest)
-        span = max(span, self._shared_s(shape, sum(stage.seconds for stage in stages)))
+        span = max(span, self._shared_s(choice, sum(stage.seconds for stage in stages)))
         compute = span if len(stages) == 1 else min(span, count * slowest * crowd)
         sums = max(self._exchange_s(choice, stage.state.changed, stage.state.weights) for stage in stages)
         window = BACKWARD * slowest if self._hides_sums(shape) else 0.0
@@ -411,14 +424,13 @@ class CostModel:
         places = chunk_stages(schedule, stages)
         rest = [list(chunks) for chunks in partition]
         thirds = [sum(seconds[name] for name in rest[place].pop(0)) / 3 for place in places]
-        sent = max(layer.sent.at(self.rows) for layer in self.profile.layers)
         few = self._laid_out(choice)
         if not few:
             return self._filled_s(choice, sum(seconds.values()), slowest)
         bars = simulate(
             _orders(schedule, stages, few),
             [Cost(third, third, third) for third in thirds],
-            self.profile.link.seconds(sent),
+            self._message_s,
         )
         return makespan(bars) + (count - few) * slowest
 
@@ -438,9 +450,7 @@ class CostModel:
         schedule, count = choice.settings.schedule, self.microbatches(choice.shape)
         # With pipedream, only the first of the steps that are committed together fills the pipeline.
         waits = 1 / self.job.parallel.commit_every if schedule == "pipedream" else WAITS[schedule]
-        sent = max(layer.sent.at(self.rows) for layer in self.profile.layers)
-        crossing = len(chunk_stages(schedule, choice.shape.stages)) - 1
-        filling = replica_s - slowest + 2 * crossing * self.profile.link.seconds(sent)
+        filling = replica_s - slowest + 2 * self._crossings(choice) * self._message_s
         return count * slowest + waits * filling
 
     def _exchange_s(self, choice: Choice, changed: float, weights: float) -> float:

@@ -96,6 +96,9 @@ def free_settings(job: Job, profile: ModelProfile, *, staged: bool) -> dict[Free
     ):
         if free.sharded == "full" and not profile.layered:
             continue
+        if free.offload != job.offload and not job.workers.gpus:
+            # Without GPUs, the host's memory is the worker's.
+            continue
         with contextlib.suppress(JobError):
             asked = free.of(job, SEVERAL if staged else 1)
             if not _changes(job, asked):

@@ -203,9 +203,10 @@ def test_impossible_requests_are_refused() -> None:
 @pytest.mark.parametrize("file", KUBERAY, ids=lambda file: file.stem)
 def test_resources_of_pods(file: Path) -> None:
     eight = file.stem.endswith("-8gpu")
+    large, small = {"CPU": 88.0, "GPU": 8.0, "memory": 800.0 * 2**30}, {"CPU": 4.0, "GPU": 1.0, "memory": 16.0 * 2**30}
     assert node_types(file)[0] == (
-        NodeType("head", 1, 1, {"CPU": 0.0, "GPU": 0.0}, True),
-        NodeType("gpu-spot", 0, *((4, {"CPU": 88.0, "GPU": 8.0}) if eight else (8, {"CPU": 4.0, "GPU": 1.0}))),
+        NodeType("head", 1, 1, {"CPU": 0.0, "GPU": 0.0, "memory": 8.0 * 2**30}, True),
+        NodeType("gpu-spot", 0, *((4, large) if eight else (8, small))),
     )
 
 

@@ -40,7 +40,8 @@ def test_one_worker_makes_all_passes_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
-def test_a_pipeline_has_the_bubble_of_its_forecast(schedule: Schedule) -> None:
+def test_a_pipeline_has_the_bubble_of_its_forecast(schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MESSAGE_S", 0.0)
     asked = job(parallel={"microbatches": 2})
     choice = Choice(Shape(3, 2), FreeSettings("none", "none", "none", schedule))
     found = priced(choice, asked, link=LinkSpeed(0.0, 1e30))
