@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -41,6 +42,7 @@ from raytrain_plus.observe.run_progress import plural
 from raytrain_plus.observe.trackers.trackers import check_installed
 from raytrain_plus.parallel.pipeline.layout import result_depends_on_partition
 from raytrain_plus.parallel.sizing import many_passes, sharded_lines, share_of, size_table, unused_workers
+from raytrain_plus.planner.expected import expected_steps
 from raytrain_plus.storage.address import is_address
 from raytrain_plus.storage.place import Place, place_of
 from raytrain_plus.storage.size_text import size_text
@@ -132,6 +134,8 @@ class Report:
     """The part of a model in slices that each worker holds."""
     promises: tuple[str, ...] = ()
     """See `checks.promises`."""
+    expected: tuple[str, ...] = ()
+    """How fast steps are expected to be, and whether more workers pay."""
 
     @property
     def most_stages(self) -> int:
@@ -168,7 +172,7 @@ class Report:
             of += [plural(size.ranks, "worker")] * (max(one.ranks for one in self.sizes) > 1)
             replicas = f"{' of '.join([plural(size.replicas, 'replica'), *of])}, " if of else ""
             said.append(f"  {plural(size.workers, 'worker')}: {replicas}{_load(size)}")
-        said += [f"  {line}" for line in (*self.slices, *self.sharded)]
+        said += [f"  {line}" for line in (*self.expected, *self.slices, *self.sharded)]
         said += [f"  promised: {line}" for line in self.promises]
         if self.left_out:
             said.append(f"  warning: {self.left_out}")
@@ -351,7 +355,19 @@ def _looked_at(job: Job, roots: Sequence[Path], trying: Trying | None) -> Report
         sharded=sharded,
         slices=_slice_lines(job, layers),
         promises=promises_of(job, table, inexact if trial is None else trial.inexact),
+        expected=() if trial is None else _expected(job, trial, sizes[-1].replicas),
     )
+
+
+def _expected(job: Job, trial: Trial, replicas: int) -> tuple[str, ...]:
+    """Return what to expect of the steps of workers that hold whole models; nothing if they have GPUs."""
+    cost = trial.shard_cost
+    if cost is None or trial.state is None or job.workers.gpus or job.parallel.by_layer:
+        return ()
+    from raytrain_plus.trial.link_speed import measure_link
+
+    cores = (os.cpu_count() or 1) / job.workers.threads
+    return expected_steps(job, trial.state, cost.passes_s + cost.own_s, replicas, link=measure_link(), cores=cores)
 
 
 def _slice_lines(job: Job, layers: Sequence[Layer]) -> tuple[str, ...]:

@@ -15,6 +15,9 @@ from raytrain_plus.parallel.state_bytes import NO_STATE, StateSize
 Mode = str | tuple[str, ...]
 """A value of `recompute`, with the names of layers as a tuple."""
 
+STEP_S = 0.002
+"""Seconds of a step that are neither passes, optimizer nor exchange: header, agreement, reports; about, on one core."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPasses:

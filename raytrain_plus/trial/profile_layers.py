@@ -20,7 +20,7 @@ from raytrain_plus.parallel.pipeline.chunk import Chunk
 from raytrain_plus.parallel.pipeline.partition import Layer
 from raytrain_plus.parallel.pipeline.transport import Tensors
 from raytrain_plus.parallel.state_bytes import NO_STATE, StateSize
-from raytrain_plus.planner.layer_profile import LayerPasses, LayerProfile, Mode, ModelProfile
+from raytrain_plus.planner.layer_profile import STEP_S, LayerPasses, LayerProfile, Mode, ModelProfile
 from raytrain_plus.planner.space import recomputes
 from raytrain_plus.task import Task
 from raytrain_plus.training.model.model import WHOLE, pass_names, train_as_built
@@ -32,8 +32,6 @@ from raytrain_plus.trial.measure import Alone, alone_loss, backward, each_layer,
 from raytrain_plus.trial.memory_limits import held_memory
 from raytrain_plus.trial.state_size import count_parts
 
-STEP_S = 0.002
-"""Seconds of a step that are neither passes, optimizer nor exchange: header, agreement, reports; about, on one core."""
 UPDATES = 2
 """How often an optimizer's step is timed; the fastest counts."""
 

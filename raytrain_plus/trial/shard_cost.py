@@ -59,17 +59,17 @@ class ShardCost:
 
 def measure_shard_cost(
     job: Job, steps: SynchronousSteps, context: StepContext, batch: Callable[[int], Microbatch]
-) -> ShardCost | None:
+) -> ShardCost:
     """Measure the shards of a job by some steps of a whole model, whose state changes.
 
-    `batch` returns a microbatch of the given number of rows. None if the passes take so long that nothing else counts.
+    `batch` returns a microbatch of the given number of rows. If its passes take long, nothing else is measured.
     """
     batch_size, shards, microbatches = job.data.batch_size, job.data.shards, job.parallel.microbatches
     rows = batch_size // shards
     one = batch(rows // microbatches)
     passes_s = microbatches * _passes_s(steps, one)
     if passes_s > LONG_S:
-        return None
+        return ShardCost(shards, rows, passes_s, 0.0)
 
     def step_s(count: int) -> float:
         given = dict.fromkeys(range(count), [one] * microbatches)
