@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from raytrain_plus.checks.cluster_file import node_types
 from raytrain_plus.checks.plan_report import PlanReport
@@ -59,8 +60,6 @@ class ProfilingHere:
     def result(self) -> ProfiledTask:
         """Return what was measured. Raises `TaskError` for a mistake in the task."""
         # Loaded here, because these load torch.
-        import torch
-
         from raytrain_plus.data.reading.first_rows import first_rows, microbatch_of
         from raytrain_plus.training.step.build import task_of
         from raytrain_plus.trial.memory_limits import total_memory
@@ -68,7 +67,6 @@ class ProfilingHere:
         from raytrain_plus.trial.task_trial import explained
 
         job = self._job
-        torch.set_num_threads(job.workers.threads)
         code = load_user_code(job, self._search)
         seen = training_data(job, self._search)
         rows = rows_of(job, seen, code.transform)
@@ -78,7 +76,7 @@ class ProfilingHere:
         few = max(min(FEWEST, wanted), wanted // 2)
         with explained(job, task), prints_hidden():
             small, large = (microbatch_of(table.slice(0, count), task.collate) for count in (few, wanted))
-            model = profile_layers(job, task, torch.device("cpu"), small, large, cores=os.cpu_count() or 1)
+            model = profile_layers(job, task, small, large, cores=os.cpu_count() or 1)
         return ProfiledTask(model, rows.sample_order.rows, total_memory())
 
 
@@ -92,7 +90,8 @@ def plan_job(
     """
     machines = None if cluster is None else _machines(job, cluster, memory)
     with trying_apart(job, roots, ProfilingHere) as trying:
-        found: ProfiledTask = trying.result()
+        result: Any = trying.result()
+    found: ProfiledTask = result
     profile, each = found.model, memory
     if machines is not None:
         on_one, cores, each = machines

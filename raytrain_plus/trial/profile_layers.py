@@ -36,14 +36,14 @@ UPDATES = 2
 """How often an optimizer's step is timed; the fastest counts."""
 
 
-def profile_layers(
-    job: Job, task: Task, device: torch.device, few: Microbatch, many: Microbatch, *, cores: float
-) -> ModelProfile:
-    """Return the profile of a task's model on this machine.
+def profile_layers(job: Job, task: Task, few: Microbatch, many: Microbatch, *, cores: float) -> ModelProfile:
+    """Return the profile of a task's model on this machine's CPU, with as many threads as a worker has.
 
     `few`, `many`: microbatches of two sizes, of the same number of rows if there are no smaller ones. `cores`: the
     cores of this machine. Errors of the task propagate.
     """
+    device = torch.device("cpu")
+    torch.set_num_threads(job.workers.threads)
     process = held_memory(device)
     layered = _is_layered(task, job)
     technique = technique_of(job, device)
@@ -51,7 +51,7 @@ def profile_layers(
     slicing = slicing_of(job, task)
     measured: dict[tuple[Mode, int], Mapping[str, Layer]] = {}
     for mode in dict.fromkeys(["none", *modes]):
-        which: Recompute = mode if isinstance(mode, str) else list(mode)  # type: ignore[assignment]
+        which: Recompute = mode if isinstance(mode, str) else list(mode)
         for batch in (few, many):
             own = replace(technique, recompute=which)
             overlaps = job.parallel.overlaps and mode == "none"
@@ -82,7 +82,7 @@ def profile_layers(
         layered=layered,
         link=measure_link(),
         step_s=STEP_S,
-        process_bytes=0 if device.type == "cuda" else process,
+        process_bytes=0 if job.workers.gpus else process,
         on_one=1 << 20,
         cores=cores / job.workers.threads,
     )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -123,7 +124,8 @@ def report(model: str, folder: Path, steps: int) -> None:
     asked = job_of(folder, model, steps)
     prepare_data(asked, [REPOSITORY])
     with trying_apart(asked, [REPOSITORY], ProfilingHere) as trying:
-        profiled: ProfiledTask = trying.result()
+        result: Any = trying.result()
+    profiled: ProfiledTask = result
     costs = CostModel(asked, profiled.model)
     predicted, measured = [], []
     print(f"{model}: load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
