@@ -201,6 +201,7 @@ WALKS = {
             Step("make bench-gpu", r"no GPU|plain loop"),
             Step("make bench-recovery", r"raytrain_plus, shrinking"),
             Step("python -m tests.benchmarks.drift", r"exact, float32"),
+            Step("python -m tests.benchmarks.plans", r"Kendall tau"),
             Step("python -m tests.benchmarks.conversion", r"s by Ray Data with its start"),
             Step("python -m tests.benchmarks.images", r"data\.dataset +[\d.]+ steps/s"),
             Step(

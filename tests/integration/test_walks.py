@@ -30,6 +30,7 @@ SHORTER = {
     "-m tests.benchmarks.conversion": "--gb 0.01 --rounds 1",
     "-m tests.benchmarks.images": "--images 100 --rounds 1",
     "-m tests.benchmarks.techniques": "--rounds 1 --width 64 --depth 1",
+    "-m tests.benchmarks.plans": "--steps 6 --models byte_gpt",
     "-m tests.benchmarks.overlap": "--steps 6 --width 128",
     "-m tests.benchmarks.recovery --only": "",
     "-m tests.benchmarks.recovery": "--only ours --kills 1",
