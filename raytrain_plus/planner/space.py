@@ -36,7 +36,7 @@ class FreeSettings:
     def of(self, job: Job, stages: int) -> Job:
         """Return the job with these settings, in so many stages. Raises `JobError` if it must not have them."""
         pipedream = self.schedule == "pipedream"
-        width = stages * job.parallel.tensor
+        width = stages * job.parallel.slices
         most = max(job.parallel.holders * width, job.workers.max or 0, job.workers.min, width)
         parallel = replace(
             job.parallel,
@@ -112,7 +112,7 @@ def shapes(job: Job, profile: ModelProfile, workers: int) -> list[Shape]:
     The numbers of replicas are those of `membership.sizes`: one more would make no step faster. Slices are hosted on
     fewer workers than there are slices only in a single replica.
     """
-    shards, slices = job.data.shards, job.parallel.tensor
+    shards, slices = job.data.shards, job.parallel.slices
     replicas = sorted({useful_size(count, 1, count, shards) for count in range(1, min(workers, shards) + 1)})
     stage_counts: Sequence[int] = range(1, len(profile.layers) + 1 if profile.layered else SEVERAL)
     if job.parallel.overlaps:
