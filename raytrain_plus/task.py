@@ -107,6 +107,10 @@ class Task:
         cut each by itself if the name says so: three projections in `qkv`, two in `gate_up`. `sequence_parallel`: norms
         and nn.Dropout between them compute some of the positions for each slice, `replicated_with_grad_allreduce`:
         norms within them the heads of each. A model of Transformers has a plan: `layers.own_plan(self.model())`.
+
+        `experts`: with `parallel.experts`, a module with `num_experts` experts, along the first dimension of each of
+        its weights. Its `forward(tokens, experts, weights)` gets rows (tokens, width), the experts of each and their
+        weights (tokens, k); `num_experts` in place of an expert means none. `layers.Experts` need no entry.
         """
         return {}
 

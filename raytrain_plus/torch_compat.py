@@ -32,7 +32,7 @@ pytree = _pytree
 DEAR_OPERATIONS = frozenset(
     operation.default
     for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution"),
+        *("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "_grouped_mm"),
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_efficient_attention",
@@ -236,6 +236,7 @@ def counting_operations() -> Iterator[Callable[[], int]]:
     formulas[aten._scaled_dot_product_flash_attention_for_cpu_backward] = formulas[
         aten._scaled_dot_product_flash_attention_backward
     ]
+    formulas[aten._grouped_mm] = _grouped_operations
     libraries: tuple[Any, ...] = (torch.backends.mkldnn, torch.backends.cudnn)
     enabled = [library.enabled for library in libraries]
     try:
@@ -247,6 +248,11 @@ def counting_operations() -> Iterator[Callable[[], int]]:
     finally:
         for library, before in zip(libraries, enabled, strict=True):
             library.enabled = before
+
+
+def _grouped_operations(rows: Any, others: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of `grouped_mm`: (rows, in) with (groups, in, out), or of its backward pass."""
+    return int(2 * rows.shape[0] * rows.shape[1] * others.shape[-1])
 
 
 class _NoModules(nullcontext[None]):

@@ -114,4 +114,4 @@ class _Put(torch.autograd.Function):
 def _put(made: torch.Tensor, places: torch.Tensor, tokens: int, k: int) -> torch.Tensor:
     # Each place is written once, and places are added in order, so the bits do not depend on threads.
     each = made.new_zeros(tokens * k, made.shape[1]).index_copy_(0, places, made)
-    return each if k == 1 else each.view(tokens, k, -1).sum(1)
+    return each if k == 1 else each.view(tokens, k, made.shape[1]).sum(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from raytrain_plus.errors import TaskError
 from raytrain_plus.layers.expert_networks import ExpertNetworks
 from raytrain_plus.layers.feed_forward import FeedForward
 from raytrain_plus.layers.router import Balance, Router
@@ -42,9 +43,11 @@ class Experts(nn.Module):
 
         `z_loss`: weight of the squared logarithm of the router's partition function. `jitter`: in training, the router
         sees features times 1 - `jitter` to 1 + `jitter`. Losses of the router are no part of the reported loss.
-        `shared`: experts that all tokens use besides. `gated`: see `FeedForward`. Raises `TaskError` for settings that
-        do not fit together.
+        `shared`: experts that all tokens use besides. `gated`: see `FeedForward`. A router whose weight is frozen keeps
+        its bias. Raises `TaskError` for settings that do not fit together.
         """
+        if shared < 0:
+            raise TaskError(f"{shared}", where="Experts(shared)", expected="a number of experts, or 0")
         super().__init__()
         self.router = Router(
             width,
@@ -59,6 +62,8 @@ class Experts(nn.Module):
         self.networks = ExpertNetworks(width, hidden, count, gated=gated)
         self.shared = FeedForward(width, shared * hidden, gated=gated) if shared else None
 
+    # The sizes of its products depend on the tokens.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
         tokens = x.reshape(-1, x.shape[-1])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.observe.expert_use import ExpertUse
+from raytrain_plus.parallel.step_modules import RoutingModule
 
 Balance = Literal["bias", "loss", "none"]
 RATES = {"bias": 1e-3, "loss": 1e-2, "none": 0.0}
@@ -36,22 +37,20 @@ class Routing:
     """(tokens, k) of float32."""
 
 
-class Router(nn.Module):
+class Router(RoutingModule):
     """(tokens, width) -> `Routing`, computed in float32 in every precision.
 
     It belongs to `Experts`, which says what the settings mean. Buffers, which are part of the training state:
 
-    - `bias` (experts): added to the scores for the choice alone, with `balance: bias`
+    - `raised` (experts): by how many times `balance_rate` the scores are raised for the choice alone, with
+      `balance: bias`; whole numbers, so that it is exact in every precision
     - `tally` (experts + 3): of the step under way: choices of each expert, dropped choices, tokens, entropy
     - `routed`: the tally of the last step, over all shards
     """
 
-    bias: torch.Tensor | None
+    raised: torch.Tensor | None
     tally: torch.Tensor
     routed: torch.Tensor
-
-    summed_buffers: ClassVar[tuple[str, ...]] = ("tally",)
-    """Integer buffers to which each shard of a step adds."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Router(nn.Module):
     ) -> None:
         """Raises `TaskError` for settings that do not fit together."""
         super().__init__()
-        _check(count, top_k, capacity, balance, jitter)
+        _check(count, top_k, capacity, balance, balance_rate, z_loss, jitter)
         self.count, self.top_k, self.capacity = count, top_k, capacity
         self.balance, self.z_loss, self.jitter = balance, z_loss, jitter
         self.balance_rate = RATES[balance] if balance_rate is None else balance_rate
@@ -75,7 +74,7 @@ class Router(nn.Module):
         """By what the step multiplies its loss (`precision: fp16`)."""
         bound = 1 / math.sqrt(width)
         self.weight = nn.Parameter(torch.empty(count, width).uniform_(-bound, bound))
-        self.register_buffer("bias", torch.zeros(count) if balance == "bias" else None)
+        self.register_buffer("raised", torch.zeros(count, dtype=torch.int64) if balance == "bias" else None)
         self.register_buffer("tally", torch.zeros(count + 3, dtype=torch.int64))
         self.register_buffer("routed", torch.zeros(count + 3, dtype=torch.int64))
 
@@ -89,7 +88,8 @@ class Router(nn.Module):
             shares = logits.softmax(-1)
             scores = logits.sigmoid() if self.balance == "bias" else shares
             with torch.no_grad():
-                index = (scores if self.bias is None else scores + self.bias).topk(self.top_k, -1).indices
+                raised = scores if self.raised is None else scores + self.balance_rate * self.raised
+                index = raised.topk(self.top_k, -1).indices
             weights = scores.gather(1, index)
             if self.top_k > 1:
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -106,8 +106,8 @@ class Router(nn.Module):
     def end_step(self) -> None:
         """Balance by what all shards of a step have chosen, and begin the next tally; every worker does so alike."""
         load = self.tally[: self.count]
-        if self.bias is not None:
-            self.bias += self.balance_rate * torch.sign(load.sum() - load * self.count)
+        if self.raised is not None and self.weight.requires_grad:
+            self.raised += torch.sign(load.sum() - load * self.count)
         self.routed.copy_(self.tally)
         self.tally.zero_()
 
@@ -166,7 +166,15 @@ def within(index: torch.Tensor, count: int, room: int) -> torch.Tensor:
     return index.masked_fill(late.view(index.shape[::-1]).t(), count)
 
 
-def _check(count: int, top_k: int, capacity: float | None, balance: str, jitter: float) -> None:
+def _check(
+    count: int,
+    top_k: int,
+    capacity: float | None,
+    balance: str,
+    rate: float | None,
+    z_loss: float,
+    jitter: float,
+) -> None:
     if not 1 <= top_k <= count:
         raise TaskError(f"each token has {top_k} of {count} experts", where="Experts(top_k)", expected=f"1 to {count}")
     if capacity is not None and not capacity > 0:
@@ -174,6 +182,11 @@ def _check(count: int, top_k: int, capacity: float | None, balance: str, jitter:
         raise TaskError(what, where="Experts(capacity)", expected="a number above 0, such as 1.25, or None")
     if balance not in RATES:
         raise TaskError(f"'{balance}'", where="Experts(balance)", expected="'bias', 'loss' or 'none'")
+    if rate is not None and (balance == "none" or not rate >= 0):
+        what = "there is nothing to balance" if balance == "none" else f"{rate:g}"
+        raise TaskError(what, where="Experts(balance_rate)", expected="at least 0, with balance 'bias' or 'loss'")
+    if not z_loss >= 0:
+        raise TaskError(f"{z_loss:g}", where="Experts(z_loss)", expected="at least 0")
     if not 0 <= jitter < 1:
         raise TaskError(f"{jitter:g}", where="Experts(jitter)", expected="at least 0, and less than 1")
 

@@ -116,7 +116,7 @@ def _check_buffers(module: nn.Module, before: Mapping[str, torch.Tensor]) -> Non
             raise TaskError(
                 f"the buffer '{buffer}' changes in a forward pass, but pipedream overlaps steps",
                 where="parallel.schedule: pipedream",
-                remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm)",
+                remedy="use another schedule, or layers without running statistics (LayerNorm, GroupNorm) or experts",
             )
 
 

@@ -75,7 +75,7 @@ def check_slices(job: Job, task: Task, device: torch.device, batch: Microbatch) 
             f"{type(task).__name__}.tensor() names no others",
             where=f"parallel.experts: {slices}",
             expected="a plan such as {'block*.experts': 'experts'}, for modules with num_experts parts of each weight",
-            remedy="for a model of Transformers, return layers.own_plan(model)",
+            remedy="for a model of Transformers, return layers.own_plan(model), if its own ep_plan names its experts",
         )
     hosts = Hosts(slices)
     slicings: list[Slicing | None] = [None, *(replace(slicing, link=hosts.link(host)) for host in hosts)]

@@ -72,7 +72,12 @@ def words_for(plan: Mapping[str, str], *, tensor: bool, experts: bool) -> dict[s
 
     >>> words_for({"*.up": "colwise", "*.experts": "experts"}, tensor=False, experts=True)
     {'*.experts': 'experts'}
+
+    Raises `TaskError` for a word that is nearly one for experts; other words are checked where they are used.
     """
+    for pattern, word in plan.items():
+        if word not in WORDS and difflib.get_close_matches(word, OF_EXPERTS, 1, 0.8):
+            raise _unknown(pattern, word)
     found = {name: word for name, word in plan.items() if word not in _WITH_EXPERTS}
     return {name: word for name, word in found.items() if (experts if word in OF_EXPERTS else tensor)}
 
@@ -90,14 +95,7 @@ def cuts_of(plan: Mapping[str, str], names: Collection[str], *, whole: bool = Tr
     words: dict[str, str] = {}
     for pattern, word in plan.items():
         if word not in WORDS:
-            raise TaskError(
-                f"the plan cuts '{pattern}' by '{word}'",
-                where=WHERE,
-                expected=f"one of {', '.join(WORDS)}",
-                remedy="layers.own_plan(model) is the model's plan with its experts whole, or cut by parallel.experts"
-                if word == FEATURES_OF_EXPERTS
-                else "",
-            )
+            raise _unknown(pattern, word)
     for pattern, word in plan.items():
         found = [name for name in names if matches(pattern, name)]
         if whole and not found:
@@ -138,4 +136,14 @@ def matches(pattern: str, name: str) -> bool:
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) == len(parts) and all(
         fnmatchcase(part, one) for part, one in zip(parts, patterns, strict=True)
+    )
+
+
+def _unknown(pattern: str, word: str) -> TaskError:
+    of_experts = "layers.own_plan(model) is the model's plan with its experts whole, or cut by parallel.experts"
+    return TaskError(
+        f"the plan cuts '{pattern}' by '{word}'",
+        where=WHERE,
+        expected=f"one of {', '.join(WORDS)}",
+        remedy=of_experts if word == FEATURES_OF_EXPERTS else "",
     )

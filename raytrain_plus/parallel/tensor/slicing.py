@@ -91,14 +91,19 @@ def stacked_experts(layers: Mapping[str, nn.Module]) -> list[str]:
     ]
 
 
-def tied_slices(tied: Mapping[str, str], slicing: Slicing) -> dict[str, str]:
+def tied_slices(tied: Mapping[str, str], slicing: Slicing, module: nn.Module) -> dict[str, str]:
     """Return which parameters are copies of which, by the names of their slices.
 
-    Raises `TaskError` if only one of two tied weights is cut, or if they are cut differently.
+    `module`: the layers that are here, cut; of two tied weights, one may be elsewhere. Raises `TaskError` if only one
+    of them is cut, or if they are cut differently.
     """
     found = {}
+    stacked = {name for name, one in module.named_modules() if isinstance(one, ExpertSlices)}
     for copy, owner in tied.items():
         how = [_cut_of(name, slicing) for name in (copy, owner)]
+        if any(name.rpartition(".")[0] in stacked for name in (copy, owner)):
+            # The plan need not name them.
+            how = [Cut("experts"), Cut("experts")]
         if how == [None, None]:
             found[copy] = owner
             continue

@@ -47,7 +47,7 @@ class Remarks:
             layer, use = max(experts.items(), key=lambda item: item[1].dropped / item[1].choices)
             if 2 * use.dropped > use.choices:
                 self._dropped = True
-                found.append(mostly_dropped(layer, use, step))
+                found.append(mostly_dropped(layer, use))
         self._standing = self._standing + 1 if lr and not any(lr) else 0
         if self._standing == STANDING:
             found.append(standing_still(step))
@@ -83,11 +83,11 @@ def too_small(values: int, step: int) -> Remark:
     )
 
 
-def mostly_dropped(layer: str, use: ExpertUse, step: int) -> Remark:
+def mostly_dropped(layer: str, use: ExpertUse) -> Remark:
     """Return that a layer drops most of its tokens' choices of experts."""
     return Remark(
         "mostly dropped",
-        f"'{layer}' drops {use.dropped:,} of {use.choices:,} choices of experts in step {step + 1}: with "
+        f"'{layer}' drops more than half of the choices of experts: with "
         f"capacity={use.capacity:g} an expert takes {use.capacity:g} times its even share of the tokens, and adds "
         "nothing to others; give Experts a larger capacity, such as 1.25, or None, which drops nothing; later steps "
         "and other layers are not reported",

@@ -109,10 +109,11 @@ def build_chunks(
         raise _no_layers()
     tied = _untied(children)
     _check_apart(children)
-    return tuple(
-        Built(_sequence(names, children, slicing).to(device), tuple(names), _sliced(tied, slicing), woken, rebuilt)
-        for names, rebuilt in [(names, _rebuilt(task, names, children)) for names in chunks]
-    )
+    found = []
+    for names, rebuilt in [(names, _rebuilt(task, names, children)) for names in chunks]:
+        part = _sequence(names, children, slicing)
+        found.append(Built(part.to(device), tuple(names), _sliced(tied, slicing, part), woken, rebuilt))
+    return tuple(found)
 
 
 def build_layers(
@@ -257,7 +258,7 @@ def _built(
         module = _sequence(names, made, slicing)
         if len(names) == len(layers):
             _check_module(module, "model()")
-        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing), asleep, rebuilt))
+        built.append(Built(module.to(device), tuple(names), _sliced(tied, slicing, module), asleep, rebuilt))
     return tuple(built)
 
 
@@ -273,9 +274,9 @@ def _rebuilt(task: Task, names: Sequence[str], layers: Mapping[str, nn.Module]) 
     return rebuilt_weights(task, own)
 
 
-def _sliced(tied: Mapping[str, str], slicing: Slicing | None) -> Mapping[str, str]:
+def _sliced(tied: Mapping[str, str], slicing: Slicing | None, module: nn.Module) -> Mapping[str, str]:
     """Return which parameters are tied to which, by the names of their slices if they are cut."""
-    return tied if slicing is None else tied_slices(tied, slicing)
+    return tied if slicing is None else tied_slices(tied, slicing, module)
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -445,7 +446,7 @@ def _cut_whole(module: nn.Module, slicing: Slicing, device: torch.device) -> Bui
     layers, slices = cut_layers(children, slicing)
     for name, one in (*layers.items(), *slices.items()):
         module.add_module(name, one)
-    return Built(module.to(device), (), _sliced(tied, slicing))
+    return Built(module.to(device), (), _sliced(tied, slicing, module))
 
 
 def _check_module(value: Any, source: str) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from raytrain_plus.device_clock import marks
 from raytrain_plus.errors import TrainingError
+from raytrain_plus.parallel.step_modules import RoutedStep
 from raytrain_plus.state.holding import LEFT_ALONE, MEAN_LOSS, SKIPPED
 from raytrain_plus.training.exchange.applied import Applied
 from raytrain_plus.training.exchange.context import StepContext
@@ -44,7 +45,6 @@ from raytrain_plus.training.update.fault_search import FaultSearch
 from raytrain_plus.training.update.train_state import Summed, TrainState
 from raytrain_plus.training.weights.loss_scale import LossScale
 from raytrain_plus.training.weights.scheduler import rates_of
-from raytrain_plus.training.weights.step_modules import RoutedStep
 
 TRIES = 3
 """How often a step is computed until its sums are fit or known to stay unfit; a reproducible step needs at most two."""

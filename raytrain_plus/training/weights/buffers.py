@@ -21,9 +21,9 @@ from raytrain_plus.collective.exact import ExactSum
 from raytrain_plus.collective.world import Operation
 from raytrain_plus.device_copies import Numbers, read_together
 from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.parallel.step_modules import RoutingModule, StepModule, step_modules
 from raytrain_plus.task import BufferRule, Task
 from raytrain_plus.torch_compat import buffer_of, copy_each, put_buffer
-from raytrain_plus.training.weights.step_modules import RoutingModule, step_modules
 
 _CPU = torch.device("cpu")
 
@@ -201,7 +201,7 @@ class Buffers:
     def routed(self) -> dict[str, tuple[RoutingModule, Numbers]]:
         """Return the routers by name, with what they have counted in the step whose sums are complete."""
         found = {name: one for name, one in self._stepping.items() if isinstance(one, RoutingModule)}
-        return {name: (one, Numbers(self._sums[f"{name}.tally"])) for name, one in found.items()}
+        return {name: (one, Numbers(self._sums[f"{name}.tally".lstrip(".")])) for name, one in found.items()}
 
     @property
     def unread(self) -> list[Numbers]:
@@ -319,9 +319,10 @@ def _changed_in_pipedream(name: str) -> TrainingError:
 
 def _rule(task: Task, name: str, buffer: torch.Tensor, owner: nn.Module, attribute: str) -> BufferRule:
     default: BufferRule = "mean" if buffer.is_floating_point() else "refuse" if buffer.is_complex() else "max"
-    if attribute in getattr(owner, "summed_buffers", ()):
+    summed = isinstance(owner, StepModule) and attribute in owner.summed_buffers
+    if summed:
         default = "sum"
-    rule = task.buffer_rule(name) or default
+    rule = default if summed else task.buffer_rule(name) or default
     if buffer.is_complex() and rule != "refuse":
         raise TaskError(
             f"buffer_rule('{name}') returned '{rule}' for a complex buffer",

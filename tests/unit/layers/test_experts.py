@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from raytrain_plus.errors import TaskError
 from raytrain_plus.layers import Block, Experts, FeedForward, transformer_plan
-from raytrain_plus.layers.expert_networks import grouped_product, sorted_places
+from raytrain_plus.layers.expert_networks import ExpertNetworks, grouped_product, sorted_places
 from raytrain_plus.layers.router import ENTROPY_UNIT, Router, within
 from raytrain_plus.parallel.tensor.link import Link
-from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers
+from raytrain_plus.parallel.tensor.slice_plan import words_for
+from raytrain_plus.parallel.tensor.slicing import CutLayers, Slicing, cut_layers, tied_slices
+from raytrain_plus.torch_compat import DEAR_OPERATIONS, counting_operations
 from tests.unit.parallel.tensor.hosting import check_bits, gradients_of, hosted, in_sequence, whole
 
 WIDTH, HIDDEN, COUNT = 16, 32, 8
@@ -32,7 +34,7 @@ def dense(model: Experts, x: torch.Tensor) -> torch.Tensor:
     """All experts compute all tokens; those that a token does not use get the weight 0."""
     tokens, networks = x.reshape(-1, WIDTH), model.networks
     logits = tokens @ model.router.weight.T
-    scores = logits.sigmoid() if model.router.bias is not None else logits.softmax(-1)
+    scores = logits.sigmoid() if model.router.raised is not None else logits.softmax(-1)
     weights, index = scores.topk(model.router.top_k, -1)
     if model.router.top_k > 1:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -82,7 +84,7 @@ def test_the_sparse_network_equals_the_dense_formula(options: Mapping[str, Any])
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(1, 40), st.integers(1, 6), st.data(), st.sampled_from([0.3, 0.5, 1.0, 1.25, 6.0]), st.integers(0, 9999)
+    st.integers(0, 40), st.integers(1, 6), st.data(), st.sampled_from([0.3, 0.5, 1.0, 1.25, 6.0]), st.integers(0, 9999)
 )
 def test_each_choice_is_computed_or_counted_as_dropped(
     tokens: int, count: int, data: st.DataObject, capacity: float, seed: int
@@ -104,6 +106,8 @@ def test_each_choice_is_computed_or_counted_as_dropped(
     places, offsets = sorted_places(index, count)
     assert sorted(places.tolist()) == (index.reshape(-1) < count).nonzero().reshape(-1).tolist()
     assert int(offsets[-1]) == int(kept[:count].sum())
+    computed = ExpertNetworks(4, 8, count)(torch.randn(tokens, 4), index, weights)
+    assert computed.shape == (tokens, 4)
 
 
 def test_first_choices_and_earlier_tokens_have_priority() -> None:
@@ -213,6 +217,55 @@ def test_the_bias_balances_a_skewed_router(top_k: int, even_from: int) -> None:
     assert min(means["none"]) > 1
 
 
+def test_a_router_in_bfloat16_goes_on_balancing() -> None:
+    """Steps of a thousandth would vanish beside a bias of a half."""
+    router = Router(8, 2, 1).bfloat16()
+    for _ in range(700):
+        router.tally[:2] = torch.tensor([3, 1])
+        router.end_step()
+    assert router.raised is not None
+    assert router.raised.tolist() == [-700, 700]
+    router.weight.requires_grad_(False)
+    router.tally[:2] = torch.tensor([3, 1])
+    router.end_step()
+    assert router.raised.tolist() == [-700, 700]
+
+
+def test_tied_experts_stay_tied_when_they_are_divided() -> None:
+    made = {"a": Experts(WIDTH, HIDDEN, 4), "b": Experts(WIDTH, HIDDEN, 4)}
+    slicing = Slicing({}, 2, experts=True)
+    cut = CutLayers(*cut_layers(made, slicing))
+    tied = {"b.networks.up": "a.networks.up", "b.router.weight": "a.router.weight"}
+    assert tied_slices(tied, slicing, cut) == {
+        "b@0.networks.up": "a@0.networks.up",
+        "b@1.networks.up": "a@1.networks.up",
+        "b.router.weight": "a.router.weight",
+    }
+
+
+def test_products_of_experts_are_counted_and_kept_as_others_are() -> None:
+    model = experts(top_k=1)
+    with counting_operations() as count:
+        passed(model)
+    tokens = X.numel() // WIDTH
+    of_networks, of_router = 3 * 3 * 2 * tokens * WIDTH * HIDDEN, 3 * 2 * tokens * WIDTH * COUNT
+    assert count() == of_networks + of_router
+    assert torch.ops.aten._grouped_mm.default in DEAR_OPERATIONS
+
+
+def test_compiled_experts_compute_the_same() -> None:
+    model = experts(top_k=2)
+    expected, _ = passed(model)
+    found, gradients = passed(torch.compile(model, backend="aot_eager"))
+    torch.testing.assert_close(found, expected)
+    assert any(name.endswith("networks.up") for name in gradients)
+
+
+def test_a_plan_with_a_misspelt_word_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"the plan cuts '\*\.moe' by 'expert'"):
+        words_for({"*.moe": "expert"}, tensor=False, experts=True)
+
+
 def test_auxiliary_losses_are_backpropagated_with_the_factor_of_the_step() -> None:
     router = Router(WIDTH, COUNT, 2, balance="loss", balance_rate=0.3, z_loss=0.2)
     router.begin_step(8.0)
@@ -238,6 +291,10 @@ def test_auxiliary_losses_are_backpropagated_with_the_factor_of_the_step() -> No
         ({"capacity": 0.0}, "0 times its even share"),
         ({"balance": "els"}, "'els'"),
         ({"jitter": 1.0}, "less than 1"),
+        ({"z_loss": -1.0}, "-1"),
+        ({"balance_rate": -1.0}, "-1"),
+        ({"balance": "none", "balance_rate": 0.1}, "nothing to balance"),
+        ({"shared": -1}, "-1"),
     ],
     ids=str,
 )

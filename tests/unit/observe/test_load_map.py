@@ -76,4 +76,4 @@ def test_the_map_stays_small() -> None:
         loads.add(step(number))
         loads.add(experts(number, a=[(number * 7 + expert * 13) % 11 for expert in range(256)], b=[1, 1]))
     assert len(loads.svg()) < 400_000
-    assert texts(loads)[1:] == ["a: MaxVio 1.00", "1 more layer with a smaller MaxVio"] or len(texts(loads)) == 3
+    assert texts(loads)[1:] == ["a: MaxVio 1.00", "1 more layer with a smaller MaxVio"]

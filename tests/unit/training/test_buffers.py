@@ -8,6 +8,7 @@ from torch import nn
 
 from raytrain_plus import Task
 from raytrain_plus.errors import TaskError, TrainingError
+from raytrain_plus.parallel.step_modules import StepModule
 from raytrain_plus.training.weights.buffers import Buffers
 
 
@@ -19,7 +20,7 @@ class Ruled(Task):
         return self.rules.get(name)
 
 
-class Holder(nn.Module):
+class Holder(StepModule):
     summed_buffers = ("tally",)
 
     def __init__(self) -> None:
@@ -131,6 +132,32 @@ def test_a_change_of_a_buffer_with_rule_refuse_is_an_error() -> None:
 def test_rules_that_do_not_fit_the_dtype_are_rejected(name: str, rule: str) -> None:
     with pytest.raises(TaskError, match=rf"buffer_rule\('{name}'\) returned '{rule}'"):
         Buffers(Holder(), Ruled(**{name: rule}))
+
+
+def test_a_sum_of_a_module_of_ours_keeps_its_rule() -> None:
+    """A task that says `first` for all buffers means those of its own."""
+    holder = Holder()
+    buffers = Buffers(holder, Ruled(**{name: "first" for name, _ in holder.named_buffers()}))
+    buffers.begin_step({})
+    for shard in range(3):
+        buffers.restore()
+        holder.tally += 1
+        buffers.end_shard(shard, 2)
+    buffers.commit(6)
+    assert int(holder.last) == 3
+
+
+def test_a_module_with_methods_of_these_names_hears_nothing() -> None:
+    class Own(nn.Module):
+        def begin_step(self) -> None:
+            raise AssertionError
+
+        def end_step(self) -> None:
+            raise AssertionError
+
+    buffers = Buffers(Own(), RULES)
+    buffers.begin_step({})
+    buffers.commit(1)
 
 
 def test_the_sums_of_a_model_without_buffers_are_on_its_device() -> None:

@@ -68,6 +68,8 @@ def test_a_capacity_that_drops_most_tokens_is_said_once() -> None:
     assert [len(one) for one in found] == [1, 0, 0]
     text = found[0][0].text
     assert text.startswith("'sparse' drops ")
-    assert "choices of experts in step 1: with capacity=0.1 an expert takes 0.1 times its even share" in text
+    assert (
+        "more than half of the choices of experts: with capacity=0.1 an expert takes 0.1 times its even share" in text
+    )
     assert "give Experts a larger capacity, such as 1.25, or None" in text
     assert remarks(capacity=2.0) == remarks() == [()] * 3

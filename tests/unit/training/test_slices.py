@@ -322,10 +322,9 @@ def test_so_it_is_with_experts(task: type[Sparse], shape: Shape, technique: Tech
     assert int(routed[:8].sum()) == int(routed[9]) == rows // STEPS * 8
     assert int(routed[8]) > 0
     assert not state["buffer/block0.feed_forward.router.tally"].any()
-    # A rate for each of the steps, up or down.
-    bias = state["buffer/block0.feed_forward.router.bias"]
-    assert bias.any()
-    assert bias.abs().max() <= STEPS * 1e-3 + 1e-6
+    raised = state["buffer/block0.feed_forward.router.raised"]
+    assert raised.any()
+    assert raised.abs().max() <= STEPS
 
 
 class Ruled(Sparse):

@@ -167,10 +167,13 @@ def test_the_error_of_a_host_is_raised_and_nobody_waits_for_it() -> None:
 def test_tied_weights_are_tied_slice_by_slice() -> None:
     tied = {"head.weight": "embed.weight"}
     both = Slicing({"embed": "vocab", "head": "colwise"}, 2)
-    assert tied_slices(tied, both) == {"head@0.weight": "embed@0.weight", "head@1.weight": "embed@1.weight"}
-    assert tied_slices(tied, Slicing({}, 2)) == tied
+    assert tied_slices(tied, both, nn.Sequential()) == {
+        "head@0.weight": "embed@0.weight",
+        "head@1.weight": "embed@1.weight",
+    }
+    assert tied_slices(tied, Slicing({}, 2), nn.Sequential()) == tied
     with pytest.raises(TaskError, match="does not cut both alike"):
-        tied_slices(tied, Slicing({"head": "colwise"}, 2))
+        tied_slices(tied, Slicing({"head": "colwise"}, 2), nn.Sequential())
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_what_slices_would_lose_is_refused() -> None:
 def test_the_bias_of_rows_is_tied_as_it_is() -> None:
     plan = {"*.up": "colwise", "*.down": "rowwise"}
     tied = {"b.down.bias": "a.down.bias", "b.down.weight": "a.down.weight"}
-    assert tied_slices(tied, Slicing(plan, 2)) == {
+    assert tied_slices(tied, Slicing(plan, 2), nn.Sequential()) == {
         "b.down.bias": "a.down.bias",
         "b@0.down.weight": "a@0.down.weight",
         "b@1.down.weight": "a@1.down.weight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -12,26 +12,33 @@ from raytrain_plus.device_copies import Numbers
 from raytrain_plus.observe.expert_use import ExpertUse
 
 
-@runtime_checkable
-class StepModule(Protocol):
-    """A module that hears when a step begins and ends. It does the same on every worker."""
+class StepModule(nn.Module):
+    """A module that hears when a step begins and ends. It does the same on every worker.
+
+    The integer buffers named in `summed_buffers` become the sum of what all shards of a step have added to them.
+    """
+
+    summed_buffers: ClassVar[tuple[str, ...]] = ()
 
     def begin_step(self, loss_factor: float) -> None:
         """Hear by what the step multiplies the mean loss of each microbatch, and so all gradients."""
+        raise NotImplementedError
 
     def end_step(self) -> None:
         """Change own buffers, in place, once they hold what all shards of an applied step have left in them."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class RoutingModule(StepModule, Protocol):
+class RoutingModule(StepModule):
     """One of them that chooses experts, and counts its choices in a buffer."""
 
+    summed_buffers: ClassVar[tuple[str, ...]] = ("tally",)
     tally: torch.Tensor
     """Of a step; each shard adds to it."""
 
     def use_of(self, tally: Sequence[float]) -> ExpertUse | None:
         """Return what a tally over all shards says, read on the host; None if no token came here."""
+        raise NotImplementedError
 
 
 class RoutedStep:
