@@ -51,7 +51,17 @@ def completed(order: RunOrder, limits: Limits, host: Host, unix: Callable[[], fl
         fence = Fence(run, past.claims, host.name)
         folder.hold(fence.claim)
         if left:
-            _complete(folder, fence, order, past, left, limits, host, unix)
+            try:
+                _complete(folder, fence, order, past, left, limits, host, unix)
+            except (OSError, RunError):
+                raise
+            except Exception as error:
+                # Files that stayed would fail each later start, too.
+                log.warning(
+                    "the last state cannot be used, so the run resumes from its newest checkpoint: %s",
+                    error,
+                    exc_info=not isinstance(error, CheckpointError),
+                )
         folder.remove(LEFT)
         return continued(order, load_history(run))
     except StorageError as failure:
@@ -61,8 +71,9 @@ def completed(order: RunOrder, limits: Limits, host: Host, unix: Callable[[], fl
 def usable(left: Leftovers, past: Past) -> Leftovers:
     """Return what the members of the run's newest generation have left; nothing if the run has gone on without them."""
     newest = max((one.last.number for one in left.values()), default=-1)
-    # Without its `view_formed`, nobody knows who made the steps of that generation.
-    if newest < past.generation or past.formed < newest:
+    # Without its `view_formed`, nobody knows who made the steps of that generation. A checkpoint of workers that are in
+    # no generation has a higher number.
+    if past.formed != newest or any(number > newest for number, _ in past.resumptions):
         return {}
     return {name: one for name, one in left.items() if one.last.number == newest}
 
@@ -94,7 +105,7 @@ def _complete(
             record.reports.joined(one.location)
         records = {name: one.records for name, one in left.items()}
         try:
-            record.adopt(fence, beginning_of(order, host), None, charter, records, adopted=())
+            record.adopt(fence, beginning_of(order, host), None, charter, records)
         except StepsLost as lost:
             # Nothing is written yet. The run resumes from its newest checkpoint.
             log.warning("what the workers have left does not complete the record: %s", lost)
@@ -115,7 +126,10 @@ def _publish(
     shares: Sequence[Written],
     unix: Callable[[], float],
 ) -> None:
-    """Make the shares of the last state a checkpoint, unless there is a complete one of it."""
+    """Make the shares of the last state a checkpoint, unless there is a complete one of it.
+
+    Raises `CheckpointError` if they cannot be one.
+    """
     if not shares or shares[0].step > record.committed:
         log.warning("the last state is not complete, so the run resumes from its newest checkpoint")
         return
@@ -124,12 +138,8 @@ def _publish(
         return
     view = form_view(group.generation, group.seats, group.shape, group.limits.sizes.shards)
     manifest = manifest_of(order, record, view.members, shares)
-    try:
-        manifest_bytes(manifest)
-        if fault := find_checkpoint_fault(run, manifest):
-            raise CheckpointError(fault)
-        commit(run, manifest)
-    except CheckpointError as error:
-        log.warning("the last state cannot be used, so the run resumes from its newest checkpoint: %s", error)
-        return
+    manifest_bytes(manifest)
+    if fault := find_checkpoint_fault(run, manifest):
+        raise CheckpointError(fault)
+    commit(run, manifest)
     record.saved(manifest.step, unix() - manifest.time, manifest.stall_s, manifest.name)

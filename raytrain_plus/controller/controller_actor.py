@@ -218,6 +218,7 @@ class Controller:
             imports_of(self._order.plan) if job.workers.standby else None,
             accelerator=job.workers.accelerator,
             epoch=self._epoch,
+            wait_s=job.elastic.wait_s,
         )
 
     def _engine_of(self, order: RunOrder, pool: Pool) -> Engine:

@@ -16,7 +16,7 @@ from raytrain_plus.controller.succession import Succession
 from raytrain_plus.data.sources.source import READING
 from raytrain_plus.errors import RunError, StorageError
 from raytrain_plus.observe.trackers.listened import CalledTask, Listened
-from raytrain_plus.runs.folder import TASK, claim
+from raytrain_plus.runs.folder import LEFT, TASK, claim
 from raytrain_plus.runs.history import Past
 from raytrain_plus.state.stored.manifest import FOLDER as CHECKPOINTS
 from raytrain_plus.storage.folders.claimed import Claimed
@@ -50,15 +50,19 @@ def continue_run(left: Succession, run: Run, listeners: Callable[[Listened, str,
     `listeners`: see `open_run`. Raises `RunError` if the storage does not take it.
     """
     run.folder.hold(left.fence.claim)
+    beginning = beginning_of(run.order, run.host)
     try:
         run.record.adopt(
             left.fence,
-            beginning_of(run.order, run.host),
+            beginning,
             listeners(listened_of(run.order, run.folder), run.host.node, run.host.actor),
             left.charter,
             {name: report.records for name, report in left.reports.items()},
-            [member for member in left.charter.group.seats if member in left.reports],
         )
+        adopted = [member for member in left.charter.group.seats if member in left.reports]
+        run.record.journal.adopted(beginning.node, adopted)
+        # Some may have left a state that is about to be an old one.
+        run.folder.remove(LEFT)
     except StorageError as failure:
         raise RunError(f"the run cannot go on in {run.folder.where}: {outage_of(failure, run.folder)}") from failure
 

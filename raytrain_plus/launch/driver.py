@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raytrain_plus.controller.run_order import Closing, RunOrder
 from raytrain_plus.errors import InputError, RunError
-from raytrain_plus.launch.cluster import begin
+from raytrain_plus.launch.cluster import Begun, begin
 from raytrain_plus.observe.run_events import RunEvent
 from raytrain_plus.observe.views.progress import ProgressView
 from raytrain_plus.ray_compat import show_repeated_prints
@@ -55,14 +55,22 @@ def drive(
     except SystemExit:
         # A second SIGTERM: Ray raises `SystemExit` with an exit code of its own.
         raise SystemExit(signals.exit_code) from None
-    except RayActorError as error:
-        begun.leave()
+    except (RayActorError, _Gone) as error:
         ended = followed.result()
         if ended is None:
-            raise _died(cause_of_death(error), run) from error
+            if isinstance(error, RayActorError):
+                _end_without_controller(begun)
+            elif not detached:
+                # It must not come back meanwhile; that of a detached run may.
+                ray.kill(begun.actor)
+                _end_without_controller(begun)
+            raise _died(_why(error), run) from error
         result = ended
     finally:
         if not detached:
+            if signals.again:
+                # Workers that only lose their controller write what they have first.
+                begun.clear()
             # A controller that has ended the run has ended its workers; others end when they notice.
             ray.kill(begun.actor)
         elif signals.new():
@@ -100,6 +108,20 @@ def _follow(followed: _Followed, closing_ref: Any, view: ProgressView | None, si
     return closing.result
 
 
+class _Gone(Exception):
+    """The controller's process has ended, and for long no other has taken its place; the message says so."""
+
+
+def _end_without_controller(begun: Begun) -> None:
+    """End the workers of a run whose controller is gone, once they have written what the next one needs."""
+    print("the controller is gone; the workers write the state that they have", file=sys.stderr)
+    begun.leave()
+
+
+def _why(error: RayActorError | _Gone) -> str:
+    return str(error) if isinstance(error, _Gone) else cause_of_death(error)
+
+
 class _Followed:
     """Follow a controller's events by long polling; its run's folder decides once the controller is gone."""
 
@@ -118,7 +140,7 @@ class _Followed:
     def news(self, timeout_s: float) -> list[RunEvent]:
         """Return the events since the last call; wait up to `timeout_s` for the first of them.
 
-        Raises `RunError` if the controller does not answer and its process has ended.
+        Raises `_Gone` if the controller does not answer and its process has ended.
         """
         try:
             events: list[RunEvent] = ray.get(self.controller.follow.remote(self._cursor, timeout_s), timeout=ANSWER_S)
@@ -127,7 +149,7 @@ class _Followed:
             # Until this controller has taken the folder, the lease is an earlier controller's.
             if late and self._begun and holder_lives(lease_document(self._run)) is False:
                 if self.result() is None:
-                    raise _died("its process has ended", self._run) from None
+                    raise _Gone("its process has ended") from None
                 self._gone = True
             return []
         self._answered = time.monotonic()
@@ -207,8 +229,12 @@ def launch(order: RunOrder, began: float) -> None:
     except RayTaskError as error:
         raise error.cause from None
     except RayActorError as error:
-        begun.leave()
+        _end_without_controller(begun)
         raise _died(cause_of_death(error), run) from error
+    except _Gone as error:
+        ray.kill(begun.actor)
+        begun.clear()
+        raise _died(_why(error), run) from None
     except BaseException:
         ray.kill(begun.actor)
         begun.clear()

@@ -13,7 +13,7 @@ from raytrain_plus.observe.run_progress import RunProgress, plural
 from raytrain_plus.observe.views.page import Page
 from raytrain_plus.observe.views.progress import PLAIN_S, ProgressView
 from raytrain_plus.result import Result
-from raytrain_plus.runs.folder import DATASET, LEASE_S, holder_lives, job_of, lease_document
+from raytrain_plus.runs.folder import DATASET, LEASE_S, holder_lives, job_of, lease_document, lost_holder
 from raytrain_plus.runs.status import what_is_kept
 from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import split
@@ -48,7 +48,7 @@ def watch(run: Folder, view: ProgressView | None, timeout_s: float | None = None
             if result is not None:
                 break
             if not liveness.alive() and Result.load(run) is None:
-                raise RunError(f"{name}: {liveness.end}; {what_is_kept(run)}")
+                raise RunError(f"{name}: {liveness.end}; {_waiting(run)}{what_is_kept(run)}")
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"{name} is still running after {timeout_s:g} s")
             time.sleep(HERE_S if run.path is not None else ELSEWHERE_S)
@@ -112,6 +112,15 @@ def _steps(run: Folder) -> int:
         return steps_of(job, read_object(run, DATASET, "", _DATASET)["rows"])
     except (OSError, InputError):
         return job.steps or 0
+
+
+def _waiting(run: Folder) -> str:
+    """Return for how long the workers of a run may still wait for another controller, in words."""
+    lost = lost_holder(run)
+    left_s = 0.0 if lost is None else job_of(run).elastic.wait_s - lost.unresponsive_s
+    return (
+        f"its workers may wait {left_s:.0f} s more for another one, and then save their state; " if left_s > 0 else ""
+    )
 
 
 class _Liveness:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,13 +16,18 @@ from raytrain_plus.result import Result, resume_command, saved_text
 from raytrain_plus.runs.folder import LEASE_S, LEFT, lease_holder, lost_holder, run_exists, runs_beside, single_writer
 from raytrain_plus.runs.history import Past, load_history
 from raytrain_plus.state.stored.manifest import Manifest, best_of
+from raytrain_plus.storage import json_shape as has
 from raytrain_plus.storage.address import split
+from raytrain_plus.storage.document import read_object
 from raytrain_plus.storage.folders.open import open_folder
 from raytrain_plus.storage.interface import Folder
 from raytrain_plus.storage.size_text import size_text
 
 DIED = "unfinished (its controller died"
 """Prefix of the state of a run whose controller died."""
+_SHARE = has.object_of(step=has.whole(0), generation=has.whole(0), writer=has.whole(0), writers=has.whole(1))
+_LEFT = has.object_of(written=has.maybe(_SHARE))
+"""The shape of what a worker leaves: see `workers.states.leftover`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ def what_is_kept(run: Folder) -> str:
     try:
         if not run_exists(run):
             return "nothing was written yet: run the job again"
-        if run.files(LEFT):
+        if _has_last_state(run):
             return f"its workers have written the state that they had; resume with: {resume_command(run)}"
         newest = next((found for found in load_history(run).found if found.manifest is not None), None)
     except (OSError, InputError) as error:
@@ -226,6 +232,18 @@ def what_is_kept(run: Folder) -> str:
     if newest is None:
         return f"no checkpoint is complete, so it restarts from its first step; resume with: {resume_command(run)}"
     return f"the checkpoint after step {newest.step + 1:,} is kept; resume with: {resume_command(run)}"
+
+
+def _has_last_state(run: Folder) -> bool:
+    """Return whether workers have left a whole state: the shares of all its writers."""
+    shares = []
+    for file in run.files(LEFT):
+        # It may be gone by now, and nobody uses one that is damaged.
+        with contextlib.suppress(FileNotFoundError, InputError):
+            shares.append(read_object(run, file, "", _LEFT)["written"])
+    written = [share for share in shares if share is not None]
+    together = {(share["step"], share["generation"], share["writers"]) for share in written}
+    return len(together) == 1 and {share["writer"] for share in written} == {*range(written[0]["writers"])}
 
 
 def _moment(manifest: Manifest | None, newest_file: float) -> float:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from raytrain_plus.runs.process import lives
-from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear, leave
+from raytrain_plus.workers.run_actors import NAMESPACE, actors_of, clear, hear, leave, wait_for_writers
 
 LOOK_S = 0.5
 """Seconds between two looks at the clock."""
@@ -33,8 +34,6 @@ SLEEPS_S = 10.0
 """Seconds of silence after which the controller's process is ended, if it is on this machine."""
 RESTART_S = 20.0
 """Seconds in which a controller that sleeps is found and replaced: workers never wait less for one."""
-UNPREPARED_S = 60.0
-"""Seconds for which a process that has no job yet waits for a controller."""
 TURN_S = 2.0
 """Seconds in which a worker ends the others of its run, before the next one tries."""
 
@@ -52,6 +51,8 @@ class ControllerProcess:
     pid: int
     identity: Mapping[str, str]
     """See `runs.process.this_process`."""
+    wait_s: float
+    """For how many seconds the workers of its run wait for a controller."""
 
 
 def verdict(*, dead: bool, silent_s: float, sleeps: bool, wait_s: float) -> Verdict:
@@ -76,17 +77,19 @@ class ControllerWatch:
     def __init__(
         self,
         process: ControllerProcess,
-        wait_s: Callable[[], float | None],
+        others_hear: Callable[[], bool],
         leave: Callable[[], None],
-        end: Callable[[], None],
+        written: Callable[[], object],
+        end: Callable[[Callable[[], bool]], None],
     ) -> None:
         """Begin to watch that process.
 
-        `wait_s`: for how many seconds the workers wait for a controller, if that is known yet; `leave`: writes what the
-        next controller needs of this worker; `end`: ends the run's workers, and does not return.
+        `others_hear`: returns whether another worker hears a controller; `leave`: writes what the next one needs of
+        this worker; `written`: how far it is with that; `end`: ends the run's workers, and this one, unless what it is
+        given returns true: whether a controller has come.
         """
         self._process = process
-        self._wait_s, self._leave, self._end = wait_s, leave, end
+        self._others_hear, self._leave, self._written, self._end = others_hear, leave, written, end
         self._heard = self._looked = time.monotonic()
         self._asked = -ASK_S
         self._actor: Any = None
@@ -96,6 +99,10 @@ class ControllerWatch:
     def heard(self) -> None:
         """Note a sign of life of the controller."""
         self._heard = time.monotonic()
+
+    def hears(self) -> bool:
+        """Return whether the controller was heard a moment ago."""
+        return time.monotonic() - self._heard <= SLEEPS_S
 
     def follow(self, process: ControllerProcess) -> None:
         """Watch this process from now on, which Ray has started in place of the other."""
@@ -110,17 +117,28 @@ class ControllerWatch:
                 log.warning("the controller has been silent for %g s, so its process is ended", SLEEPS_S)
                 with suppress(OSError):
                     os.kill(self._process.pid, signal.SIGKILL)
-            if doing in ("alone", "over") and self._left(doing):
-                break
-        self._end()
+            if doing in ("alone", "over"):
+                self._finish(doing)
 
-    def _left(self, why: Verdict) -> bool:
-        """Write what the next controller needs; return whether none has come meanwhile."""
+    def _finish(self, why: Verdict) -> None:
+        """End the run's workers once all have written what the next controller needs; return only if one has come."""
+        heard = self._heard
+
+        def led() -> bool:
+            # A worker that is cut off from the controller must not end others, which it leads.
+            return why == "alone" and (self._heard != heard or self._others_hear())
+
+        if led():
+            return
         if why == "alone":
             log.warning("no controller came back within elastic.wait_s, so the workers end")
-        heard = self._heard
-        self._leave()
-        return why == "over" or self._heard == heard
+        # A storage may hang.
+        leaving = threading.Thread(target=self._leave, name="leaving", daemon=True)
+        leaving.start()
+        wait_for_writers(partial(_ended, leaving), self._written)
+        # Writing takes a while.
+        if not led():
+            self._end(led)
 
     def _look(self, now: float) -> Verdict:
         if now - self._looked > PAUSED_S:
@@ -130,7 +148,7 @@ class ControllerWatch:
         silent_s = now - self._heard
         process = self._process
         sleeps = silent_s > SLEEPS_S and bool(process.identity and lives(process.pid, **process.identity))
-        return verdict(dead=dead, silent_s=silent_s, sleeps=sleeps, wait_s=self._wait_s() or UNPREPARED_S)
+        return verdict(dead=dead, silent_s=silent_s, sleeps=sleeps, wait_s=process.wait_s)
 
     def _dead(self, now: float) -> bool:
         """Return whether the controller is dead for good; ask it for a sign of life, unless it owes one."""
@@ -154,16 +172,40 @@ class ControllerWatch:
         return False
 
 
-def end_workers(run: str, place: str) -> None:
+def others_hear(run: str) -> bool:
+    """Return whether another worker of the run hears a controller."""
+    with suppress(RayError):
+        return hear(_others_of(run).values())
+    return False
+
+
+def end_workers(run: str, place: str, led: Callable[[], bool]) -> None:
     """End all workers of a run, this process last; `place`: the name of its placement group, if it has one.
 
     One of them does so, once all have written what they leave. The others take their turn only if that one does not get
-    it done: if two ended one another, nobody would be left to remove the last placement group.
+    it done: if two ended one another, nobody would be left to remove the last placement group. Returns only if a
+    controller has come meanwhile: then `led` returns true.
     """
-    own = ray.get_runtime_context().get_actor_name() or ""
+    own = _own_name()
     with suppress(RayError):
-        others = {name: actor for name, actor in actors_of(run).items() if name != own}
+        others = _others_of(run)
         leave(others.values())
         time.sleep(TURN_S * sum(name < own for name in others))
+    if led():
+        return
     clear(run, own, place)
     os._exit(1)
+
+
+def _ended(thread: threading.Thread, limit_s: float) -> bool:
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def _own_name() -> str:
+    return ray.get_runtime_context().get_actor_name() or ""
+
+
+def _others_of(run: str) -> dict[str, Any]:
+    own = _own_name()
+    return {name: actor for name, actor in actors_of(run).items() if name != own}

@@ -95,15 +95,18 @@ class Pool:
         clock: Callable[[], float] = time.monotonic,
         accelerator: str | None = None,
         epoch: int = 0,
+        *,
+        wait_s: float,
     ) -> None:
         """Create an empty pool.
 
         `run`: the name of the controller's actor; `cpus`, `gpus`: what each worker needs; `imports`: what standbys
         import, or None for a pool without standbys; `clock`: seconds; `accelerator`: Ray's accelerator type that the
-        node of each worker must have; `epoch`: rises with each process of the controller.
+        node of each worker must have; `epoch`: rises with each process of the controller;
+        `wait_s`: how long the processes wait for another one.
         """
         self._epoch = epoch
-        self._process = ControllerProcess(run, os.getpid(), this_process())
+        self._process = ControllerProcess(run, os.getpid(), this_process(), wait_s)
         self._numbers = itertools.count()
         """Of the actors that this process has started."""
         self._clock = clock

@@ -5,7 +5,8 @@ Both the actors and the placement groups of workers are detached: they outlive t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -13,14 +14,21 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
+from raytrain_plus.workers.epochs import PEER
+
 NAMESPACE = "raytrain_plus"
 """The Ray namespace of controllers. A controller's name is the run's name, a slash, and a unique suffix."""
 WORKERS = "raytrain_plus.workers"
 """The Ray namespace of the workers' actors."""
-RESPOND_S = 2.0
-"""Seconds in which a worker that can leave something responds."""
+RESPOND_S = 4.0
+"""Seconds in which a worker that can leave something responds; its machine may be busy.
+
+Those that have found no room never respond, and all must be gone 10 s after their controller.
+"""
 WRITE_S = 300.0
-"""Maximum seconds until workers have written what they leave."""
+"""Seconds without progress after which workers that write what they leave are not waited for."""
+LOOK_S = 1.0
+"""Seconds between two looks at how far they are."""
 
 
 class NamedGroup(NamedTuple):
@@ -57,15 +65,46 @@ def places_of(run: str) -> list[NamedGroup]:
     return sorted(found, key=lambda place: place.name)
 
 
+def hear(workers: Iterable[Any]) -> bool:
+    """Return whether one of these actors of workers hears a controller."""
+    return any(_answers([worker.hears.remote() for worker in workers]))
+
+
 def leave(workers: Iterable[Any]) -> None:
     """Have these actors of workers write what the next controller of their run needs; return once they have."""
     asked = {worker.respond.remote(): worker for worker in workers}
     if asked:
         # Others are stopped, or have never started.
         responding, _ = ray.wait([*asked], num_returns=len(asked), timeout=RESPOND_S)
-        leaving = [asked[one].leave.remote() for one in responding]
-        if leaving:
-            ray.wait(leaving, num_returns=len(leaving), timeout=WRITE_S)
+        leaving = {asked[one].leave.remote(): asked[one] for one in responding}
+
+        def wait(limit_s: float) -> bool:
+            for one in ray.wait([*leaving], num_returns=len(leaving), timeout=limit_s)[0] if leaving else ():
+                del leaving[one]
+            return not leaving
+
+        wait_for_writers(wait, lambda: _answers([worker.call.remote(PEER, "writing") for worker in leaving.values()]))
+
+
+def wait_for_writers(wait: Callable[[float], bool], written: Callable[[], object]) -> None:
+    """Wait for workers that write what they leave, for at most `WRITE_S` without progress.
+
+    `wait`: waits for up to so many seconds, and returns whether all have ended; `written`: how far they are.
+    """
+    before, until = written(), time.monotonic() + WRITE_S
+    while not wait(LOOK_S) and time.monotonic() < until:
+        if (now := written()) != before:
+            before, until = now, time.monotonic() + WRITE_S
+
+
+def _answers(asked: Sequence[Any]) -> list[Any]:
+    """Return what actors of workers have answered in time, in the order of the questions."""
+    found = []
+    for one in ray.wait([*asked], num_returns=len(asked), timeout=RESPOND_S)[0] if asked else ():
+        # It may have ended instead.
+        with suppress(RayError):
+            found.append(ray.get(one))
+    return found
 
 
 def clear(run: str, actor: str = "", place: str = "") -> None:

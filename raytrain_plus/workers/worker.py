@@ -25,12 +25,14 @@ from raytrain_plus.errors import DataChanged, DeviceBroken, Interrupted, Raytrai
 from raytrain_plus.job.task_loader import reporting
 from raytrain_plus.membership.mesh import Stage
 from raytrain_plus.membership.pieces import Piece, Pieces
+from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import claimed_by
 from raytrain_plus.state.entry import StateTensor
 from raytrain_plus.state.stored.manifest import Manifest
 from raytrain_plus.state.transfer import Array, Snapshot
 from raytrain_plus.storage.folders.claimed import Claimed
 from raytrain_plus.storage.folders.open import open_folder
+from raytrain_plus.storage.retry import LAST_PAUSES_S, retry
 from raytrain_plus.training.exchange.step_records import Activity
 from raytrain_plus.training.exchange.thread_control import Control
 from raytrain_plus.workers import between
@@ -111,11 +113,6 @@ class Worker:
         """The number of calls that may change the state, beside `serve`."""
         self._aside = False
         """The training thread may be in a step that is never applied, and this worker only provides its state."""
-
-    @property
-    def wait_s(self) -> float | None:
-        """Seconds for which it waits for a controller; None before it is prepared."""
-        return None if self._preparation is None else self._preparation.plan.job.elastic.wait_s
 
     def location(self) -> WorkerLocation:
         """Return the name, process, node and address of this worker."""
@@ -229,9 +226,9 @@ class Worker:
             stay = self._stay
             if stay is None or stay is self._left:
                 return
-            self._left = stay
             try:
                 self._leave(stay, controller)
+                self._left = stay
             except Exception:
                 log.exception("%s could not write what it leaves", self._name)
 
@@ -246,8 +243,11 @@ class Worker:
             wait([stay.out], LEAVE_S)
         share = stay.assignment.share
         run = open_folder(prepared.plan.folder)
-        if claimed_by(run) != controller:
+        if retry(lambda: claimed_by(run), LAST_PAUSES_S) != controller:
             log.warning("another controller owns the run, so %s leaves nothing", self._name)
+            return
+        if retry(lambda: Result.load(run), LAST_PAUSES_S) is not None:
+            # The run has ended, and its workers are about to.
             return
         left = Leftover(
             location=self.location(),
@@ -255,15 +255,21 @@ class Worker:
             records=self._unconfirmed.all(),
             written=self._last_share(stay),
         )
-        leave(run if share.claim is None else Claimed(run, share.claim), left)
+        claimed = run if share.claim is None else Claimed(run, share.claim)
+        retry(lambda: leave(claimed, left), LAST_PAUSES_S)
 
     def _last_share(self, stay: Stay) -> Written | None:
         """Write this worker's share of the state with which it came out; return None if there is none."""
         if not (stay.joined and stay.out.done()) or self._as_now(self._last).holds is None:
             return None
         prepared, told = self._prepared, queue.SimpleQueue[Written]()
-        self._do(lambda: between.keep(prepared, stay.assignment.share, told.put))
-        written = told.get(timeout=2 * STILL_S)
+        try:
+            self._do(lambda: between.keep(prepared, stay.assignment.share, told.put))
+            written = told.get(timeout=2 * STILL_S)
+        except (RaytrainError, queue.Empty):
+            # What the record lacks is worth its file all the same.
+            log.warning("%s could not write its share of its last state", self._name, exc_info=True)
+            return None
         if written.share is None:
             log.warning("%s could not write its share of its last state: %s", self._name, written.error)
             return None

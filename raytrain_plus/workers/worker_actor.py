@@ -94,6 +94,10 @@ class WorkerActor:
         if self._worker.done() and self._run is not None:
             self._worker.result().leave(self._run)
 
+    def hears(self) -> bool:
+        """Return whether this process has heard a controller a moment ago."""
+        return self._watch is not None and self._watch.hears()
+
     def respond(self) -> None:
         """Answer, so that the controller knows that this process is not stopped."""
 
@@ -119,13 +123,14 @@ class WorkerActor:
 
     def _watch_of(self, controller: ControllerProcess) -> ControllerWatch:
         # Not before there is an actor: it loads Ray.
-        from raytrain_plus.workers.controller_watch import ControllerWatch, end_workers
+        from raytrain_plus.workers.controller_watch import ControllerWatch, end_workers, others_hear
 
         return ControllerWatch(
             controller,
-            wait_s=lambda: self._worker.result().wait_s if self._worker.done() else None,
+            others_hear=lambda: others_hear(controller.run),
             leave=self.leave,
-            end=lambda: end_workers(controller.run, self._place),
+            written=lambda: self._worker.result().writing() if self._worker.done() else None,
+            end=lambda led: end_workers(controller.run, self._place, led),
         )
 
 

@@ -100,13 +100,12 @@ class RunRecord:
         listeners: Listeners | None,
         charter: Charter,
         records: KeptRecords,
-        adopted: Sequence[str],
     ) -> None:
         """Continue the record of a dead controller of the same start of the run, as if this one had written it.
 
         `charter`: that of the newest generation; `records`: what each worker that can say so has kept. `reports` knows
-        the locations and clocks of these. `adopted`: the members that train on. If `Past.formed` is lower than the
-        charter's number, `formed` is to be called once the members have joined; else it has been.
+        the locations and clocks of these. If `Past.formed` is lower than the charter's number, `formed` is to be called
+        once the members have joined; else it has been.
         Raises `StepsLost` before anything is written if neither the folder nor a worker has a committed step.
         """
         past, group = self._past, charter.group
@@ -129,7 +128,6 @@ class RunRecord:
         self.reports.formed(form_view(group.generation, group.seats, group.shape, group.limits.sizes.shards))
         for member in group.seats:
             self.report(member, lacks.further.get(member, ()))
-        self.journal.adopted(beginning.node, adopted)
 
     def take_up(self, fence: Fence, beginning: Beginning) -> None:
         """Open the record of a dead controller only to end the run: what it lacks stays missing."""

@@ -50,7 +50,7 @@ class Owner:
     """A controller that does what a test says, and that Ray starts again if it may."""
 
     def __init__(self) -> None:
-        self._pool = Pool(RUN, CPUS, 0, Imports())
+        self._pool = Pool(RUN, CPUS, 0, Imports(), wait_s=60)
         self.heard: list[StepRecord] = []
         self.gone: list[str] = []
 

@@ -169,7 +169,8 @@ class ScriptedRun:
         self.dead = False
         past = load_history(self.run)
         self.record = self._record(past)
-        self.record.adopt(fence, BEGINNING, self.listeners[-1], self.charter, self.kept, NAMES)
+        self.record.adopt(fence, BEGINNING, self.listeners[-1], self.charter, self.kept)
+        self.record.journal.adopted(BEGINNING.node, NAMES)
         if past.formed < self.charter.number:
             self.formed()
 

@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from raytrain_plus.controller import completing as module
 from raytrain_plus.controller.completing import completed, shares_of, usable
 from raytrain_plus.controller.run_order import RunOrder
+from raytrain_plus.errors import FolderGone, RunError, StorageError
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.runs.folder import LEFT, claims_of, lease_holder
 from raytrain_plus.runs.history import Past, load_history
@@ -25,6 +27,7 @@ from tests.unit.controller.scripted_run import LIMITS, NAMES, ScriptedRun, entri
 
 LAST = 4
 """The step after which the workers have stopped."""
+TREE: dict[str, Any] = {"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
 
 
 class Ended(NamedTuple):
@@ -63,7 +66,6 @@ class Ended(NamedTuple):
 
 
 def written_in(run: LocalFolder, writers: int) -> list[Written]:
-    tree = {"optimizer": {}, "groups": [], "scheduler": {}, "scales": {}, "persistent": []}
     return [
         Written(
             step=LAST,
@@ -71,7 +73,7 @@ def written_in(run: LocalFolder, writers: int) -> list[Written]:
             writer=writer,
             writers=writers,
             share=share,
-            tree=tree if writer == 0 else None,
+            tree=TREE if writer == 0 else None,
             metrics={},
             time=1000.0,
             stall_s=0.1,
@@ -115,12 +117,27 @@ def test_nothing_is_lost_of_what_all_workers_have_left(ended: Ended) -> None:
     [found] = [one.manifest for one in past.found if one.manifest is not None]
     assert (found.step, found.metrics, found.layout[1]["worker"]) == (LAST, {"loss": 0.5}, "worker-1")
     told = list(read_events(ended.run))
-    assert [event["adopted"] for event in told if event["kind"] == "controller_started"] == [[], []]
+    # This controller belongs to the next start of the run: were it to die now, it must not take this one for its own.
+    assert [event["claim"] for event in told if event["kind"] == "controller_started"] == [1]
     assert [event["step"] for event in told if event["kind"] == "checkpoint_saved"] == [LAST]
     # The next controller finds nothing of it, and a free folder.
     assert not ended.run.files(LEFT)
     assert lease_holder(ended.run) is None
     assert past.claims == 2
+
+
+def test_the_last_state_is_kept_of_workers_that_were_saving_it(ended: Ended) -> None:
+    ended.workers.adopt()
+    # As `Checkpoints.keep` does, while its writers are in no generation.
+    ended.workers.record.numbers.begin(0)
+    ended.workers.record.saving(LAST, 0, 0, None)
+    ended.workers.flush()
+    ended.workers.die()
+    ended.leave(*NAMES)
+    past = ended.complete()
+    assert past.generation == 1
+    check_steps(ended, LAST)
+    assert [one.step for one in past.found if one.manifest is not None] == [LAST]
 
 
 def test_a_controller_that_dies_while_it_completes_the_record_leaves_that_to_the_next(ended: Ended) -> None:
@@ -155,6 +172,41 @@ def test_a_share_that_is_gone_is_no_checkpoint(ended: Ended, caplog: pytest.LogC
     check_steps(ended, LAST)
     assert not [one for one in past.found if one.manifest is not None]
     assert "00001-of-00002.safetensors is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"tree": {**TREE, "optimizer": {"w": {"step": float("inf")}}}}, "ValueError"),
+        ({"tree": None}, "IndexError"),
+    ],
+)
+def test_a_state_that_is_none_keeps_no_run_from_its_checkpoints(
+    ended: Ended, caplog: pytest.LogCaptureFixture, change: dict[str, Any], why: str
+) -> None:
+    ended.leave(*NAMES)
+    left = leftovers(ended.run)
+    assert left[NAMES[0]].written is not None
+    bad = replace(left[NAMES[0]], written=replace(left[NAMES[0]].written, **change))
+    leave(ended.run, bad)
+    past = ended.complete()
+    check_steps(ended, LAST)
+    assert not [one for one in past.found if one.manifest is not None]
+    assert "the last state cannot be used, so the run resumes from its newest checkpoint" in caplog.text
+    assert why in caplog.text
+    assert not ended.run.files(LEFT)
+
+
+@pytest.mark.parametrize("error", [StorageError("it is full"), FolderGone("it belongs to another run")])
+def test_a_storage_that_fails_removes_nothing(ended: Ended, monkeypatch: pytest.MonkeyPatch, error: RunError) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(module, "commit", failing)
+    ended.leave(*NAMES)
+    with pytest.raises(RunError):
+        ended.complete()
+    assert len(ended.run.files(LEFT)) == 2
 
 
 def test_records_that_do_not_follow_the_runs_record_change_nothing(
@@ -203,7 +255,10 @@ def test_only_the_newest_generation_counts_and_only_if_an_event_names_it(ended: 
     left: dict[str, Any] = {"worker-0": newer, "worker-1": older}
     assert usable(left, Past(generation=2, formed=2)) == {"worker-0": newer}
     assert usable(left, Past(generation=2, formed=1)) == {}
-    assert usable(left, Past(generation=3, formed=2)) == {}
+    assert usable(left, Past(generation=3, formed=3)) == {}
+    assert usable(left, Past(generation=3, formed=2)) == {"worker-0": newer}
+    assert usable(left, Past(generation=3, formed=2, resumptions=((3, 1),))) == {}
+    assert usable(left, Past(generation=2, formed=2, resumptions=((2, 1),))) == {"worker-0": newer}
     assert usable({}, Past()) == {}
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
+from raytrain_plus.controller.opening import continue_run
 from raytrain_plus.controller.succession import MOST_STARTS, Hopeless, Succession, take
 from raytrain_plus.errors import RunError
 from raytrain_plus.observe.run_events import read_events
 from raytrain_plus.result import Result
 from raytrain_plus.runs import folder as module
-from raytrain_plus.runs.folder import Fence, claims_of, lease_holder
+from raytrain_plus.runs.folder import LEFT, Fence, claims_of, lease_holder
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.storage.folders.local import LocalFolder
+from tests.support.listeners import FakeListeners
 from tests.unit.controller.fakes import FakeWorkers, Run, job_of, order_of
 
 OURS, OTHER = "run/1", "run/0"
@@ -136,6 +138,18 @@ def test_a_run_that_is_given_up_says_so_in_its_folder(tmp_path: Path) -> None:
     closing = engine.give_up(Hopeless(Fence(folder, claims_of(folder), OURS), error))
     assert (closing.result, closing.error) == (ends_with(folder, "it died too often"), error)
     assert not list(run.workers)
+
+
+def test_what_workers_have_left_is_not_for_a_controller_that_adopts_others(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run")
+    charter = run.assignment("worker-0").charter
+    folder = die(run)
+    folder.write(f"{LEFT}/worker-0.json", [b"{}"])
+    engine: Any = run.engine_of(order_of(job_of(), tmp_path / "run", load_history(folder)))
+    left = Succession(Fence(folder, claims_of(folder), OURS), charter, {}, 0.0, 0.0)
+    continue_run(left, engine._adoption._run, lambda *_: FakeListeners())
+    engine.journal.close()
+    assert not folder.files(LEFT)
 
 
 def test_an_adoption_that_fails_leaves_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

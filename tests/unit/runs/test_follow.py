@@ -114,7 +114,10 @@ def test_the_death_of_a_controller_on_this_machine_is_reported_once_nobody_repla
     going_on.write("lease.json", [json.dumps({**lease, "born": "1", "time": time.time() - LEASE_S + 0.5}).encode()])
     with pytest.raises(TimeoutError):
         watch(going_on, None, timeout_s=0.1)
-    with pytest.raises(RunError, match="the controller died"):
+    with pytest.raises(RunError, match=r"the controller died; its workers may wait [45]\d s more for another one, and"):
+        watch(going_on, None)
+    going_on.write("lease.json", [json.dumps({**lease, "born": "1", "time": time.time() - 61}).encode()])
+    with pytest.raises(RunError, match="the controller died; no checkpoint is complete"):
         watch(going_on, None)
 
 

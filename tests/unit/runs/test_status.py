@@ -13,7 +13,7 @@ from pyarrow import fs
 
 from raytrain_plus.errors import InputError
 from raytrain_plus.result import Result
-from raytrain_plus.runs.folder import Fence, Lease
+from raytrain_plus.runs.folder import LEFT, Fence, Lease
 from raytrain_plus.runs.history import load_history
 from raytrain_plus.runs.status import listed, state_of, status, what_is_kept
 from raytrain_plus.state.stored.checkpoint import commit
@@ -70,6 +70,32 @@ def test_a_dead_controller_is_reported_with_checkpoint_and_resume_command(tmp_pa
     # A run with a result has ended, whatever its lease says.
     Result(name="run", status="failed", exit_code=1, path=run.path, steps=3, samples=24).save(run)
     assert (status(run).state, status(run).resume) == ("failed", "")
+
+
+def left(writer: object, **changes: object) -> bytes:
+    share = {"step": 4, "generation": 0, "writer": writer, "writers": 2, **changes}
+    return json.dumps({"format": 1, "written": share}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "whole"),
+    [
+        ([left(0), left(1)], True),
+        ([left(0)], False),
+        ([left(0), b'{"format": 1, "written": null}'], False),
+        ([left(0), b'{"format": 1, "writ'], False),
+        ([left(0), left(1, step=3)], False),
+        ([left(0), left(0)], False),
+        ([left("x"), left(1)], False),
+    ],
+)
+def test_only_a_whole_state_that_workers_have_left_is_one(tmp_path: Path, files: list[bytes], whole: bool) -> None:
+    run = LocalFolder(tmp_path / "run")
+    tell(run, committed(0, *range(5)))
+    for number, content in enumerate(files):
+        run.write(f"{LEFT}/worker-{number}.json", [content])
+    said = "its workers have written the state that they had" if whole else "no checkpoint is complete"
+    assert what_is_kept(run).startswith(said)
 
 
 def test_checkpoints_are_listed_with_age_size_and_state(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_ray_without_its_gcs_delays_no_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pool, "clear", wait)
     monkeypatch.setattr(pool, "end_actor", lambda actor: None)
     monkeypatch.setattr(pool, "FREE_S", 0.2)
-    workers = Pool(RUN, 1, 0, Imports())
+    workers = Pool(RUN, 1, 0, Imports(), wait_s=60)
     workers._handles = {name: pool.WorkerHandle(None, name) for name in ("a", "b", "c")}  # type: ignore[arg-type]
     workers.end("a")
     workers.shutdown()
@@ -93,14 +93,14 @@ def test_a_worker_that_cannot_be_started_without_the_gcs_is_reported(monkeypatch
 
     monkeypatch.setattr(pool, "placement_group", late)
     with pytest.raises(RunError, match="Ray's GCS does not answer, so worker-1 cannot be started"):
-        Pool(RUN, 1, 0, Imports()).start("worker-1")
+        Pool(RUN, 1, 0, Imports(), wait_s=60).start("worker-1")
 
 
 def test_what_a_worker_needs_is_spelled() -> None:
-    assert Pool(RUN, 1, 0, Imports()).need == "1 CPU"
-    assert Pool(RUN, 0.5, 1, Imports()).need == "0.5 CPU, 1 GPU"
-    assert Pool(RUN, 0, 0, Imports()).need == "nothing"
-    assert Pool(RUN, 1, 1, Imports(), accelerator="H100").need == "1 CPU, 1 GPU, a node with H100"
+    assert Pool(RUN, 1, 0, Imports(), wait_s=60).need == "1 CPU"
+    assert Pool(RUN, 0.5, 1, Imports(), wait_s=60).need == "0.5 CPU, 1 GPU"
+    assert Pool(RUN, 0, 0, Imports(), wait_s=60).need == "nothing"
+    assert Pool(RUN, 1, 1, Imports(), accelerator="H100", wait_s=60).need == "1 CPU, 1 GPU, a node with H100"
 
 
 def test_a_worker_is_placed_on_a_node_with_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_worker_is_placed_on_a_node_with_the_accelerator(monkeypatch: pytest.M
     monkeypatch.setattr(pool, "placement_group", group)
     for accelerator in (None, "H100"):
         with pytest.raises(RunError):
-            Pool(RUN, 1, 1, None, accelerator=accelerator).start("worker-1")
+            Pool(RUN, 1, 1, None, accelerator=accelerator, wait_s=60).start("worker-1")
     assert asked == [{"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1, "accelerator_type:H100": 0.001}]
 
 
@@ -171,7 +171,7 @@ def started(monkeypatch: pytest.MonkeyPatch, time_of: SimpleNamespace) -> tuple[
     monkeypatch.setattr(pool, "_freed", lambda place: (freed.append(place.group), threading.Thread())[1])
     monkeypatch.setattr(pool.ray, "kill", lambda actor: None)
     monkeypatch.setattr(pool.ray, "remote", lambda cls: made)
-    workers = Pool(RUN, 1, 0, Imports(), lambda: time_of.now)
+    workers = Pool(RUN, 1, 0, Imports(), lambda: time_of.now, wait_s=60)
     for name in ("a", "b"):
         workers.start(name)
     workers.stand_by({"a": NODE, "b": NODE})
@@ -353,7 +353,7 @@ def test_the_place_of_a_worker_that_was_dismissed_is_freed_at_once(started: tupl
 
 def test_a_standby_takes_no_cpus_and_knows_how_many_the_worker_has(started: tuple[Pool, Started, list[Any]]) -> None:
     made = started[1]
-    workers = Pool(RUN, 2, 0, Imports())
+    workers = Pool(RUN, 2, 0, Imports(), wait_s=60)
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert [actor.cpus for actor in made.actors[3:]] == [(2, None), (0, 2)]
@@ -367,7 +367,7 @@ def test_workers_with_a_gpu_or_by_request_have_no_standby(
     started: tuple[Pool, Started, list[Any]], cpus: int, gpus: int, imports: Imports | None
 ) -> None:
     made = started[1]
-    workers = Pool(RUN, cpus, gpus, imports)
+    workers = Pool(RUN, cpus, gpus, imports, wait_s=60)
     workers.start("e")
     workers.stand_by({"e": NODE})
     assert len(made.actors) == 4
@@ -411,8 +411,14 @@ def test_no_name_is_taken_twice(started: tuple[Pool, Started, list[Any]]) -> Non
     workers.end("b", vacate=True)
     workers.start("c")
     workers.restart("c")
-    again = Pool(RUN, 1, 0, Imports(), epoch=1)
+    again = Pool(RUN, 1, 0, Imports(), epoch=1, wait_s=60)
     again.start("c")
     names = [actor.options["name"] for actor in made.actors]
     assert names == [f"{RUN}/{name}" for name in ("a#0.0", "b#0.1", "standby-2#0.3", "c#0.4", "c#1.0")]
     assert {actor.options["lifetime"] for actor in made.actors} == {"detached"}
+
+
+def test_workers_and_standbys_know_how_long_they_wait_for_a_controller(
+    started: tuple[Pool, Started, list[Any]],
+) -> None:
+    assert [actor.arguments[0].wait_s for actor in started[1].actors] == [60] * 3

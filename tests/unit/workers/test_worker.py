@@ -16,7 +16,8 @@ from torch import nn
 pytest.importorskip("ray")
 
 from raytrain_plus.collective.solo import SoloWorld
-from raytrain_plus.errors import DataChanged, Interrupted, StaleController, TrainingError
+from raytrain_plus.errors import DataChanged, Interrupted, StaleController, TrainingError, WaitExpired
+from raytrain_plus.result import Result
 from raytrain_plus.runs.folder import LEFT, Fence
 from raytrain_plus.state.stored.digest import model_file
 from raytrain_plus.state.stored.manifest import name_of
@@ -380,6 +381,63 @@ def test_a_worker_whose_run_another_controller_owns_leaves_nothing(
     assert not run.files(LEFT)
     assert not run.files("checkpoints")
     assert "another controller owns the run, so worker-0 leaves nothing" in caplog.text
+
+
+def test_a_worker_tries_again_to_leave_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = {"claimed_by": 1, "leave": 1}
+
+    def flaky(name: str) -> Any:
+        work = getattr(module, name)
+
+        def act(*arguments: Any) -> Any:
+            if failing[name]:
+                failing[name] -= 1
+                raise OSError("it does not answer")
+            return work(*arguments)
+
+        return act
+
+    monkeypatch.setattr(module, "LAST_PAUSES_S", (0.0,))
+    for name in failing:
+        monkeypatch.setattr(module, name, flaky(name))
+    worker, serving = alone(tmp_path, monkeypatch)
+    run = LocalFolder(tmp_path / "run")
+    worker.leave("run/1")
+    serving.join(10)
+    assert leftovers(run)["worker-0"].written is not None
+    run.remove(LEFT)
+    worker._left = None
+    failing["leave"] = 2
+    worker.leave("run/1")
+    assert not run.files(LEFT)
+    # Others ask it, too.
+    worker.leave("run/1")
+    assert leftovers(run)["worker-0"].written is not None
+
+
+def test_a_worker_whose_state_cannot_be_written_leaves_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keep(*_: Any) -> None:
+        raise WaitExpired("nothing was written of an earlier checkpoint")
+
+    monkeypatch.setattr(module.between, "keep", keep)
+    worker, serving = alone(tmp_path, monkeypatch)
+    worker.leave("run/1")
+    serving.join(10)
+    left = leftovers(LocalFolder(tmp_path / "run"))["worker-0"]
+    assert left.written is None
+    assert left.records
+
+
+def test_a_worker_of_a_run_that_has_ended_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, serving = alone(tmp_path, monkeypatch)
+    run = LocalFolder(tmp_path / "run")
+    Result(name="run", status="failed", exit_code=1, path=tmp_path / "run", steps=3, samples=24).save(run)
+    worker.leave("run/1")
+    serving.join(10)
+    assert not run.files(LEFT)
+    assert not run.files("checkpoints")
 
 
 def test_a_worker_that_was_in_no_generation_leaves_nothing(tmp_path: Path) -> None:
