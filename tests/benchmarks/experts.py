@@ -7,7 +7,7 @@ one that divides the tokens, and sends each to its expert's process and back (al
 `curves`: byte GPTs of equal computation for each byte, with eight experts and with one network, some seeds each.
 
 python -m tests.benchmarks.experts pace [--ranks 2] [--rounds 9] [--steps 5] [--width 256] [--depth 4]
-python -m tests.benchmarks.experts curves [--seeds 3] [--steps 600]
+python -m tests.benchmarks.experts curves [--seeds 3] [--steps 400] [--width 64] [--depth 2]
 """
 
 from __future__ import annotations
@@ -326,15 +326,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="pace: of each way in a round (5); curves: of a run (600)")
-    parser.add_argument("--width", type=int, help="pace: 256; curves: 128")
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="pace: of each way in a round (5); curves: of a run (400)")
+    parser.add_argument("--width", type=int, help="pace: 256; curves: 64")
+    parser.add_argument("--depth", type=int, help="pace: 4; curves: 2")
     parser.add_argument("--top-k", type=int, default=1)
     parser.add_argument("--port", type=int, default=29613, help="for torch's own group")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    options.steps = options.steps or (5 if options.what == "pace" else 600)
-    options.width = options.width or (256 if options.what == "pace" else 128)
+    options.steps = options.steps or (5 if options.what == "pace" else 400)
+    options.width = options.width or (256 if options.what == "pace" else 64)
+    options.depth = options.depth or (4 if options.what == "pace" else 2)
     if options.rank is not None:
         torch.set_num_threads(1)
         print(json.dumps(member(options.rank, options)))
