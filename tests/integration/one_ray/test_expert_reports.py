@@ -41,8 +41,8 @@ def test_a_run_says_how_its_steps_use_experts(tmp_path: Path, parallel: Parallel
                 assert use["max_vio"] == pytest.approx(max(use["load"]) * 4 / sum(use["load"]) - 1)
     assert {name for event in run.events("experts") for name in event["layers"]} == {"front", "back"}
     [text] = [event["text"] for event in run.events("noted") if "choices of experts" in event["text"]]
-    assert text.startswith("'back' drops ")
-    assert "of 48 choices of experts in step 1: with capacity=0.1" in text
+    assert text.startswith("'back' drops more than half")
+    assert "more than half of the choices of experts: with capacity=0.1" in text
     [line] = [line for line in status(LocalFolder(run.folder)).lines() if "experts" in line]
     assert line.startswith("  experts: MaxVio ")
     assert line.endswith(" % dropped at most")
