@@ -54,9 +54,10 @@ def test_a_host_of_experts_dies_and_another_one_joins(tmp_path: Path) -> None:
 def test_a_death_in_three_dimensions_changes_no_bit(tmp_path: Path, parallel: Parallel) -> None:
     write_data(tmp_path / "data", rows=517)
     expected = ended(Run(sparse(tmp_path, "one", steps=40, parallel=replace(parallel, sharded="none", pipeline=1))))
-    workers = Workers(min=1, max=8, cpus=0.25)
+    size = 2 * parallel.width
+    workers = Workers(min=1, max=size, cpus=0.25)
     run = Run(sparse(tmp_path, "killed", workers=workers, parallel=parallel, steps=40, args={"pad_s": 0.01}))
-    run.until_size(8 if parallel.pipeline == 2 else 4)
+    run.until_size(size)
     run.until_step(run.committed() + 4)
     run.kill(run.members()[-1])
     run.until_told("recovered", 1)
