@@ -136,7 +136,7 @@ def test_ten_controllers_and_thirty_workers_die_in_ten_minutes(
     settings: dict[str, Any] = {
         "steps": 9000,
         "reduction": "exact",
-        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=4),
+        "data": Data(path=str(tmp_path / "data"), batch_size=48, shards=6),
         "workers": Workers(min=1, max=3),
     }
     undisturbed = ended(Run(job(tmp_path, name="undisturbed", **{**settings, "workers": Workers(min=1)})))
