@@ -150,6 +150,9 @@ def test_ten_controllers_and_thirty_workers_die_in_ten_minutes(
         time.sleep(max(0.0, until - time.monotonic()))
         if victim == "worker":
             run.until(lambda: len(run.members()) > 1, "a worker that others can do without")
+        else:
+            killed = victims[:number].count("controller")
+            run.until(lambda killed=killed: len(run.events("controller_started")) > killed, "the next controller")
         kill(run, victim)
     assert ended(run)[0] == undisturbed[0]
     assert not run.events("resumed")
