@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -49,6 +48,7 @@ from raytrain_plus.training.step.step import SynchronousSteps
 from raytrain_plus.training.update.train_state import TrainState
 from raytrain_plus.training.weights.model_part import Summing
 from tests.benchmarks.overlap import GIVEN, LIMIT_S, invitation, invitations, told_by
+from tests.benchmarks.slices import in_turn
 
 LENGTH, ROWS, BYTES, COUNT = 128, 8, 256, 8
 CPU = torch.device("cpu")
@@ -242,16 +242,8 @@ def member(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
         "replicated": bare(task, rank, ranks, replicated, batch),
         "all-to-all": bare(task, rank, ranks, sent, batch),
     }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    found |= {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
-    for number in range(options.rounds):
-        order = list(ways) if number % 2 else list(ways)[::-1]
-        for name in order:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                ways[name]()
-            found[name].append((time.perf_counter() - start) / options.steps)
+    found = {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
+    found |= in_turn(ways, options.rounds, options.steps)
     world.close()
     dist.destroy_process_group()
     return found

@@ -15,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -135,6 +135,20 @@ def bare(task: Blocks, ranks: int, batch: torch.Tensor) -> Callable[[], float]:
     return step
 
 
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of a step of each way, one number a round; all processes take the ways in the same turn."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        order = list(ways) if number % 2 else list(ways)[::-1]
+        for name in order:
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(steps):
+                ways[name]()
+            found[name].append((time.perf_counter() - start) / steps)
+    return found
+
+
 def member(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of a step both ways, one number a round, and the first losses."""
     ranks = options.ranks
@@ -144,17 +158,9 @@ def member(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{options.port}", rank=rank, world_size=ranks)
     own = {"ours": ours(task, rank, ranks, world, batch), "divided": ours(divided, rank, ranks, world, batch)}
     ways = {**{name: step for name, (step, _) in own.items()}, "torch": bare(task, ranks, batch)}
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    found |= {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
+    found = {f"loss {name}": [step() for _ in range(3)] for name, step in ways.items()}
     found |= {f"kept {name}": [kept_bytes(forward)] for name, (_, forward) in own.items()}
-    for number in range(options.rounds):
-        order = list(ways) if number % 2 else list(ways)[::-1]
-        for name in order:
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(options.steps):
-                ways[name]()
-            found[name].append((time.perf_counter() - start) / options.steps)
+    found |= in_turn(ways, options.rounds, options.steps)
     world.close()
     dist.destroy_process_group()
     return found
